@@ -1,0 +1,53 @@
+"""``Pending`` and ``gather``: a call to a worker group returns at once, and this is the only wait."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar, overload
+
+T = TypeVar("T", covariant=True)
+A = TypeVar("A")
+C = TypeVar("C")
+D = TypeVar("D")
+
+
+class Pending(Protocol[T]):
+    """The result of a call that may still run."""
+
+    def wait(self) -> T:
+        """The result.
+
+        Raises:
+            WorkerError: a worker raised or died; names role, rank, node and method.
+            DeadlineError: the call's deadline passed; names the ranks that did not answer.
+        """
+        ...
+
+
+class Ready(Pending[T]):
+    """A result that is already there."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def wait(self) -> T:
+        """The value."""
+        return self._value
+
+
+@overload
+def gather(a: Pending[A], /) -> A: ...
+@overload
+def gather(a: Pending[A], b: Pending[C], /) -> tuple[A, C]: ...
+@overload
+def gather(a: Pending[A], b: Pending[C], c: Pending[D], /) -> tuple[A, C, D]: ...
+@overload
+def gather(*pending: Pending[Any]) -> Any: ...
+def gather(*pending: Pending[Any]) -> Any:
+    """The results of all calls, in argument order; one call gives its bare result.
+
+    The first failure propagates at once: the other calls are not waited for.
+    """
+    results = tuple(call.wait() for call in pending)
+    return results[0] if len(results) == 1 else results

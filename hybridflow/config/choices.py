@@ -1,0 +1,67 @@
+"""Allowed names, as literals: the config loader, the docs and the registries all agree on these.
+
+``tests/unit/config/test_choices.py`` asserts that each tuple equals the registry it stands for. A value that contains a
+dot or a colon is a user's own object (``package.module:attribute``) wherever a registry says it is open.
+"""
+
+from __future__ import annotations
+
+ADV_ESTIMATORS = (
+    "gae",
+    "grpo",
+    "grpo_passk",
+    "rloo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "gdpo",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+)
+POLICY_LOSSES = (
+    "vanilla",
+    "gspo",
+    "sapo",
+    "cispo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "dro",
+    "dppo_tv",
+    "dppo_kl",
+    "reinforce",
+)
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL_TYPES = (
+    "kl",
+    "k1",
+    "abs",
+    "mse",
+    "k2",
+    "low_var_kl",
+    "k3",
+    "full",
+    "kl+",
+    "k1+",
+    "abs+",
+    "mse+",
+    "k2+",
+    "low_var_kl+",
+    "k3+",
+    "full+",
+)
+KL_CONTROLLERS = ("fixed", "adaptive")
+TRAIN_STRATEGIES = ("fsdp", "fsdp2")
+"""Both names mean the one native FSDP2 engine; verl's scripts say either."""
+ROLLOUT_ENGINES = ("vllm", "hf")
+CONTROLLERS = ("ray", "local")
+TRACKERS = ("console", "jsonl", "tensorboard", "wandb")
+RESUME_MODES = ("auto", "disable", "resume_path")
+TRUNCATIONS = ("error", "left", "right", "middle")
+LR_SCHEDULES = ("constant", "linear", "cosine")
+SCHEDULE_UNITS = ("trainer_step", "optimizer_step")
+DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
+DEVICES = ("auto", "cpu", "cuda")

@@ -1,0 +1,71 @@
+"""Where prompts come from and how many make a step (``data.*``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BUILTIN_TASK = "builtin:arithmetic"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomClassConfig:
+    """The user's own class or function in a file of theirs."""
+
+    path: str | None = None
+    """Python file."""
+    name: str | None = None
+    """Name in that file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Prompt sources, lengths and batch sizes."""
+
+    train_files: tuple[str, ...] = (BUILTIN_TASK,)
+    """Parquet, json or jsonl files, or generated sources: ``builtin:arithmetic``, ``reasoning_gym:<task>``."""
+    val_files: tuple[str, ...] = (BUILTIN_TASK,)
+    """The same for validation."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: text, or a chat list of ``{role, content}``."""
+    reward_fn_key: str = "data_source"
+    """Column that names the scorer."""
+    max_prompt_length: int = 16
+    """Tokens of a prompt at most."""
+    max_response_length: int = 8
+    """Tokens of a response at most."""
+    train_batch_size: int = 64
+    """Prompts per trainer step, global, before ``rollout.n``."""
+    val_batch_size: int | None = None
+    """Prompts per validation round, global; None: all at once."""
+    gen_batch_size: int | None = None
+    """Prompts per round of dynamic sampling; None: ``train_batch_size``."""
+    shuffle: bool = True
+    """Whether the order of training prompts is drawn anew each epoch."""
+    seed: int | None = None
+    """Seed of that order; None: ``trainer.seed``."""
+    truncation: str = "error"
+    """What happens to a prompt over ``max_prompt_length``: error, left, right, middle."""
+    filter_overlong_prompts: bool = False
+    """Whether over-long prompts are dropped (and counted) before training."""
+    filter_overlong_prompts_workers: int = 1
+    """Processes of that filter."""
+    train_max_samples: int = -1
+    """First rows of the training set that are used; -1: all."""
+    val_max_samples: int = -1
+    """First rows of the validation set that are used; -1: all."""
+    return_raw_chat: bool = True
+    """Accepted for verl's scripts: the raw chat always travels with the row."""
+    trust_remote_code: bool = False
+    """Whether tokenizers may run code from their folder."""
+    apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Extra arguments of ``apply_chat_template``."""
+    generated_size: int = 2048
+    """Rows drawn for a generated training source."""
+    generated_val_size: int = 256
+    """Rows drawn for a generated validation source (held out from training)."""
+    dataloader_num_workers: int = 0
+    """Threads that tokenise ahead."""
+    custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
+    """The user's own dataset class."""

@@ -1,0 +1,68 @@
+"""Who scores a response (``reward.*``; verl's older ``reward_model.*`` and ``custom_reward_function.*`` land here)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.config.data import CustomClassConfig
+from hybridflow.config.model import FSDPConfig, ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardFunctionConfig(CustomClassConfig):
+    """The user's reward function: ``def f(data_source, solution_str, ground_truth, extra_info) -> float | dict``."""
+
+    name: str = "compute_score"
+    """Name in the file."""
+    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of every call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlongConfig:
+    """Soft penalty for responses that come near the length limit (DAPO)."""
+
+    enable: bool = False
+    """Whether it applies."""
+    len: int = 0
+    """Tokens of the buffer before the limit in which the penalty grows."""
+    penalty_factor: float = 1.0
+    """Penalty at the limit."""
+    log: bool = False
+    """Whether the penalty is a metric."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelConfig:
+    """A trained reward model, used beside or in place of the function."""
+
+    enable: bool = False
+    """Whether a reward model scores."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Its weights."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Sharding."""
+    micro_batch_size_per_gpu: int | None = None
+    """Sequences per forward; None: by token budget."""
+    max_token_len_per_gpu: int = 32768
+    """Tokens of a micro-batch per device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    """Reward functions, their deadline and what a failure means."""
+
+    custom_reward_function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
+    """The user's own function; without one, the scorer of the row's data source."""
+    num_workers: int = 1
+    """Processes that run reward functions."""
+    timeout_s: float = 30.0
+    """Deadline of one call; a later answer marks the sample invalid."""
+    max_failed_share: float = 0.5
+    """Share of failed samples in a step above which the run stops."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    """Length penalty."""
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """Trained reward model."""

@@ -1,0 +1,54 @@
+"""``@register``: a worker method names its transfer protocol and its columns; nothing else is remote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MARK = "_hybridflow_registration"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What ``@register`` recorded about a method."""
+
+    dispatch: str
+    """Name of a transfer protocol (dispatch/transfer.py: PROTOCOLS)."""
+    reads: tuple[str, ...] | None = None
+    """Columns of its Batch arguments that travel; None: all."""
+    writes: tuple[str, ...] = ()
+    """Columns of the Batch that it returns; checked on collect when given."""
+    blocking: bool = False
+    """Whether a call waits before it returns."""
+    mesh: str = "train"
+    """Which of the worker's layouts splits the rows: train, rollout, ref."""
+
+
+def register(
+    *,
+    dispatch: str,
+    reads: tuple[str, ...] | None = None,
+    writes: tuple[str, ...] = (),
+    blocking: bool = False,
+    mesh: str = "train",
+) -> Callable[[F], F]:
+    """Marks a worker method as callable on its whole group, by the named transfer protocol."""
+
+    def mark(method: F) -> F:
+        mark = Registration(dispatch=dispatch, reads=reads, writes=writes, blocking=blocking, mesh=mesh)
+        setattr(method, _MARK, mark)
+        return method
+
+    return mark
+
+
+def registrations(worker: type) -> dict[str, Registration]:
+    """Registered methods of a worker class, inherited ones included."""
+    found = {}
+    for name in dir(worker):
+        mark = getattr(getattr(worker, name), _MARK, None)
+        if mark is not None:
+            found[name] = mark
+    return found

@@ -1,0 +1,158 @@
+"""The interface of a generator: one object per rank, owned by one thread, that we step ourselves.
+
+Nothing here knows chat, tools, rewards or batches: multi-turn, partial rollouts and a server are clients of these calls.
+In a tensor-parallel group every rank calls ``submit``, ``step`` and ``cancel`` in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled; the trainer's configuration alone decides, never a model's generation config."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1: off."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Every id that ends a response; it is part of the response."""
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One response to generate."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    """Prompt plus any tokens already sampled."""
+    sampling: SamplingParams
+    seed: int
+    """See ``request_seed``; in [0, 2**31)."""
+    sampled_ids: Sequence[int] = ()
+    """Tokens of an earlier, interrupted try; the engine continues after them and returns them in front."""
+    sampled_log_probs: Sequence[float] = ()
+    sampled_versions: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished or cancelled response."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """As sampled, end token included."""
+    log_probs: tuple[float, ...]
+    """Nats, of the (tempered, truncated) distribution actually sampled from, one per token."""
+    versions: tuple[int, ...]
+    """Weight version each token was sampled from."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One fused part of an engine parameter, in the engine's own storage."""
+
+    hf_name: str
+    """Name of the Hugging Face parameter that it holds a slice of."""
+    view: Tensor
+    """Writable view of the engine's storage."""
+    hf_box: tuple[tuple[int, int], ...]
+    """Half-open range of every dim of the Hugging Face parameter that ``view`` holds (row-major, same order)."""
+    hf_shape: tuple[int, ...]
+    """Full shape of that parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParameters:
+    """What a rank's engine stores: every slice of every Hugging Face parameter it needs. Tied copies appear once."""
+
+    parts: tuple[Part, ...]
+    engine_names: dict[str, str] = field(default_factory=dict)
+    """Real parameter name in the engine, by Hugging Face name."""
+
+
+class RolloutEngine(Protocol):
+    """One rank of a generator."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are waiting or running."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Weight version that tokens are sampled from; -1 before the first publish."""
+        ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests; takes effect at the next step, in this order."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Applies queued commands in order, runs one engine step, hands out what finished.
+
+        Raises:
+            StateError: while asleep or before the first publish.
+        """
+        ...
+
+    def cancel(self, request_ids: Sequence[str]) -> list[Completion]:
+        """Stops requests now; their partial tokens, with finish reason ``abort``."""
+        ...
+
+    def sleep(self, level: int = 1) -> None:
+        """Releases KV cache (and at level 2 weights) where the backend can; a step raises until ``wake``."""
+        ...
+
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Takes memory back."""
+        ...
+
+    def parameters(self) -> EngineParameters:
+        """Writable views of what this rank stores."""
+        ...
+
+    def weights_written(self, version: int) -> None:
+        """Tells the engine that ``parameters()`` now hold ``version``: repacks if needed, clears every cache."""
+        ...
+
+    def clear_caches(self) -> None:
+        """Drops KV and prefix caches. Raises EngineError when the backend refused."""
+        ...
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of weights and kv_cache held now."""
+        ...
+
+    def close(self) -> None:
+        """Ends the engine; nothing may be called after. May end torch.distributed."""
+        ...
+
+
+def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
+    """Completions of ``requests`` in their order: submit all, step until idle."""
+    engine.submit(requests)
+    done: dict[str, Completion] = {}
+    while engine.busy:
+        for completion in engine.step():
+            done[completion.request_id] = completion
+    return [done[request.request_id] for request in requests]
+
+
+def request_seed(run_seed: int, *key: int | str) -> int:
+    """A seed in [0, 2**31) that depends only on the run seed and ``key``: step, prompt, sample, turn, tokens so far."""
+    digest = hashlib.blake2b(repr((run_seed, *key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % (1 << 31)

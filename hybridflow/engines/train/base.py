@@ -1,0 +1,139 @@
+"""The interface of a training engine: forward over rows, update over mini-batches, shards for the hybrid engine.
+
+Rows come in as a padded ``Batch`` (this rank's data-parallel block) and results go out padded; inside, rows are packed.
+The loss contract: a loss is a pure function of (model outputs of a micro-batch, its rows, *global* counts of the whole
+mini-batch over all ranks) that returns a **sum** already divided by those counts, so that adding micro-batches and ranks
+gives the loss of the whole mini-batch however it was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from hybridflow.batch.batch import Batch
+from hybridflow.topology.parallel import ParallelDims
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Sizes of one mini-batch over all data-parallel ranks; what losses divide by."""
+
+    tokens: int
+    """Policy tokens (``response_mask``) of valid rows."""
+    sequences: int
+    """Valid rows with at least one policy token."""
+    rows: int
+    """Rows, invalid ones included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """What the model said about the response tokens of a micro-batch, ``[b, T]`` with gradient; None: not asked for."""
+
+    log_probs: Tensor | None = None
+    """Nats, of the tempered distribution."""
+    entropy: Tensor | None = None
+    """Nats, of the tempered distribution."""
+    values: Tensor | None = None
+    """Return expected before each response token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number that can be combined over micro-batches and ranks without bias.
+
+    ``sum``: parts add up. ``mean``: value is a numerator, weight its denominator. ``max`` / ``min``: as they say.
+    """
+
+    value: Tensor | float
+    weight: Tensor | float = 1.0
+    how: str = "mean"
+
+
+class Loss(Protocol):
+    """A loss of one micro-batch."""
+
+    needs: frozenset[str]
+    """Fields of ``Outputs`` that it reads: log_probs, entropy, values."""
+
+    def __call__(self, outputs: Outputs, rows: Batch, counts: Counts) -> tuple[Tensor, Mapping[str, Metric]]:
+        """Scalar loss (a share of the whole mini-batch's) and metrics (shares too, see ``Metric``)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One training parameter as this rank stores it."""
+
+    name: str
+    """Hugging Face name."""
+    local: Tensor
+    """This rank's block (may be empty)."""
+    box: tuple[tuple[int, int], ...]
+    """Half-open range of every dim of the full parameter that ``local`` holds."""
+    shape: tuple[int, ...]
+    """Full shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatching:
+    """How rows of a rank are cut into micro-batches."""
+
+    max_tokens: int | None = None
+    """Token budget; None: by count."""
+    max_rows: int | None = None
+    """Row count when there is no budget."""
+
+
+class TrainEngine(Protocol):
+    """One rank of a training engine."""
+
+    dims: ParallelDims
+
+    def forward(self, rows: Batch, needs: frozenset[str], *, temperature: float, micro: MicroBatching) -> dict[str, Tensor]:
+        """Without gradient: the asked-for fields of ``Outputs`` as ``[b, T]`` float32, row order kept."""
+        ...
+
+    def update(self, rows: Batch, loss: Loss, *, temperature: float, micro: MicroBatching, counts: Counts) -> dict[str, float]:
+        """One optimizer step on one mini-batch (this rank's rows of it). Collective: every rank calls it.
+
+        Metrics are already combined over ranks, the same on every rank. A non-finite loss or gradient skips the step
+        (``grad/skipped`` is 1) and leaves weights and moments untouched.
+        """
+        ...
+
+    def counts(self, rows: Batch) -> Counts:
+        """Counts of a mini-batch summed over data-parallel ranks. Collective."""
+        ...
+
+    def schedule_step(self) -> float:
+        """Advances the learning-rate schedule by one unit; the rate that the next update will use."""
+        ...
+
+    def shards(self) -> Sequence[Shard]:
+        """This rank's blocks of all parameters, in one order on all ranks; buffers excluded, ties once."""
+        ...
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Full shape by Hugging Face name."""
+        ...
+
+    def offload(self, what: Iterable[str]) -> None:
+        """Moves ``parameters`` and/or ``optimizer`` to host memory (GPU only; nothing to do on CPU)."""
+        ...
+
+    def onload(self, what: Iterable[str]) -> None:
+        """Moves them back."""
+        ...
+
+    def save(self, folder: str) -> None:
+        """Writes this role's model, optimizer and schedule into ``folder``. Collective."""
+        ...
+
+    def load(self, folder: str) -> None:
+        """Restores what ``save`` wrote, at any layout. Collective."""
+        ...

@@ -1,0 +1,105 @@
+"""The typed vocabulary of the trainer: what each role can be asked, never where it runs.
+
+Every call returns a ``Pending`` at once. A ``Batch`` that comes back holds only the columns the call adds, in the row
+order of its argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.futures import Pending
+
+Metrics = Mapping[str, float]
+
+
+class Rollout(Protocol):
+    """The generator."""
+
+    def generate_sequences(self, prompts: Batch, *, step: int, validate: bool = False) -> Pending[Batch]:
+        """Adds response_ids, response_length, response_mask, rollout_log_probs, weight_version, finish_reason, valid.
+
+        ``prompts`` holds one row per *response* (prompts are already repeated, ``sample_index`` set).
+        """
+        ...
+
+
+class Actor(Protocol):
+    """The policy in training."""
+
+    def compute_log_prob(self, batch: Batch) -> Pending[Batch]:
+        """Adds old_log_probs and old_entropy."""
+        ...
+
+    def compute_advantage(self, batch: Batch, *, kl_coef: float = 0.0) -> Pending[tuple[Batch, Metrics]]:
+        """Adds token_rewards, advantages and returns (and correction weights); metrics of credit assignment."""
+        ...
+
+    def update_actor(self, batch: Batch, *, step: int) -> Pending[Metrics]:
+        """All mini-batches and epochs of one step."""
+        ...
+
+
+class Critic(Protocol):
+    """The value model."""
+
+    def compute_values(self, batch: Batch) -> Pending[Batch]:
+        """Adds values."""
+        ...
+
+    def update_critic(self, batch: Batch, *, step: int) -> Pending[Metrics]:
+        """All mini-batches and epochs of one step."""
+        ...
+
+
+class Reference(Protocol):
+    """The frozen policy."""
+
+    def compute_ref_log_prob(self, batch: Batch) -> Pending[Batch]:
+        """Adds ref_log_probs."""
+        ...
+
+
+class Reward(Protocol):
+    """The scorer."""
+
+    def compute_reward(self, batch: Batch, *, validate: bool = False) -> Pending[Batch]:
+        """Adds score, reward_info and a narrowed valid."""
+        ...
+
+
+class Weights(Protocol):
+    """The way from the actor's weights to the generator's."""
+
+    def publish(self, *, version: int) -> Pending[Metrics]:
+        """On return every generation rank holds ``version`` and its caches are empty."""
+        ...
+
+
+class Checkpointed(Protocol):
+    """Anything with state on disk."""
+
+    def save_checkpoint(self, folder: str) -> Pending[None]:
+        """Writes its state into ``folder``."""
+        ...
+
+    def load_checkpoint(self, folder: str) -> Pending[None]:
+        """Restores it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """Who plays in a run; an optional role that is not needed is None."""
+
+    actor: Actor
+    rollout: Rollout
+    weights: Weights
+    reward: Reward
+    critic: Critic | None = None
+    reference: Reference | None = None
+    checkpointed: Mapping[str, Checkpointed]
+    """By folder name: actor, critic."""
