@@ -47,6 +47,7 @@ TABLE: dict[str, Column] = {
         Column("old_entropy", "float32", "B T", "nats, tempered, at the start of the step", "actor"),
         Column("ref_log_probs", "float32", "B T", "nats, tempered", "reference"),
         Column("values", "float32", "B T", "return expected before the token", "critic"),
+        Column("loss_mask", "bool", "B T", "response_mask of valid, not rejected rows; every loss uses it", "advantage"),
         Column("token_rewards", "float32", "B T", "shaped reward per token", "advantage"),
         Column("advantages", "float32", "B T", "0 at masked positions", "advantage"),
         Column("returns", "float32", "B T", "critic target", "advantage"),

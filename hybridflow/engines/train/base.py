@@ -1,9 +1,7 @@
 """The interface of a training engine: forward over rows, update over mini-batches, shards for the hybrid engine.
 
 Rows come in as a padded ``Batch`` (this rank's data-parallel block) and results go out padded; inside, rows are packed.
-The loss contract: a loss is a pure function of (model outputs of a micro-batch, its rows, *global* counts of the whole
-mini-batch over all ranks) that returns a **sum** already divided by those counts, so that adding micro-batches and ranks
-gives the loss of the whole mini-batch however it was cut.
+The loss contract is in ``algorithms/contract.py``: an engine adds the losses of micro-batches and ranks, never averages.
 """
 
 from __future__ import annotations
@@ -14,55 +12,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hybridflow.algorithms.contract import Counts, Loss
 from hybridflow.batch.batch import Batch
 from hybridflow.topology.parallel import ParallelDims
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """Sizes of one mini-batch over all data-parallel ranks; what losses divide by."""
-
-    tokens: int
-    """Policy tokens (``response_mask``) of valid rows."""
-    sequences: int
-    """Valid rows with at least one policy token."""
-    rows: int
-    """Rows, invalid ones included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
-    """What the model said about the response tokens of a micro-batch, ``[b, T]`` with gradient; None: not asked for."""
-
-    log_probs: Tensor | None = None
-    """Nats, of the tempered distribution."""
-    entropy: Tensor | None = None
-    """Nats, of the tempered distribution."""
-    values: Tensor | None = None
-    """Return expected before each response token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One number that can be combined over micro-batches and ranks without bias.
-
-    ``sum``: parts add up. ``mean``: value is a numerator, weight its denominator. ``max`` / ``min``: as they say.
-    """
-
-    value: Tensor | float
-    weight: Tensor | float = 1.0
-    how: str = "mean"
-
-
-class Loss(Protocol):
-    """A loss of one micro-batch."""
-
-    needs: frozenset[str]
-    """Fields of ``Outputs`` that it reads: log_probs, entropy, values."""
-
-    def __call__(self, outputs: Outputs, rows: Batch, counts: Counts) -> tuple[Tensor, Mapping[str, Metric]]:
-        """Scalar loss (a share of the whole mini-batch's) and metrics (shares too, see ``Metric``)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

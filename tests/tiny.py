@@ -1,0 +1,63 @@
+"""Tiny random models in Hugging Face folders, the workpieces of the test suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+CHARACTERS = "0123456789+-*/=()#., abcdefghijklmnopqrstuvwxyz\n?:"
+VOCABULARY = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *CHARACTERS])}
+_FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+def save_tiny_model(folder: Path, *, family: str = "qwen2", tied: bool = True, seed: int = 0, **overrides: int) -> Path:
+    """Writes a random model of about 0.4M parameters with a character tokenizer into ``folder``."""
+    config_class, model_class = _FAMILIES[family]
+    sizes = dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+    )
+    config = config_class(
+        vocab_size=len(VOCABULARY),
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        **{**sizes, **overrides},
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return Path(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Writes the character tokenizer that all tiny models share."""
+    tokenizer = Tokenizer(models.BPE(vocab=VOCABULARY, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
+    ).save_pretrained(folder)
