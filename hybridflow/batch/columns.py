@@ -42,6 +42,7 @@ TABLE: dict[str, Column] = {
         Column("finish_reason", "object", "B", "stop, length or abort", "rollout"),
         Column("valid", "bool", "B", "False: the sample failed and counts nowhere", "rollout, reward"),
         Column("score", "float64", "B", "raw score of the reward function or model", "reward"),
+        Column("response_text", "object", "B", "decoded response, special tokens left out", "reward"),
         Column("reward_info", "object", "B", "dict of further numbers of the scorer", "reward"),
         Column("old_log_probs", "float32", "B T", "nats, tempered, at the start of the step", "actor"),
         Column("old_entropy", "float32", "B T", "nats, tempered, at the start of the step", "actor"),
@@ -51,6 +52,7 @@ TABLE: dict[str, Column] = {
         Column("token_rewards", "float32", "B T", "shaped reward per token", "advantage"),
         Column("advantages", "float32", "B T", "0 at masked positions", "advantage"),
         Column("returns", "float32", "B T", "critic target", "advantage"),
+        Column("row_index", "int64", "B", "position in the batch of the step; names the row's mini-batch", "roles"),
         Column("correction_weights", "float32", "B T", "importance weight old/rollout, no gradient", "advantage"),
     )
 }

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Pending
 
 Metrics = Mapping[str, float]
+SamplingMode = Literal["train", "validate", "greedy"]
+"""``train``: rollout.*; ``validate``: rollout.val_kwargs; ``greedy``: temperature 0."""
 
 
 class Rollout(Protocol):
     """The generator."""
 
-    def generate_sequences(self, prompts: Batch, *, step: int, validate: bool = False) -> Pending[Batch]:
+    def generate_sequences(self, prompts: Batch, *, step: int, mode: SamplingMode = "train") -> Pending[Batch]:
         """Adds response_ids, response_length, response_mask, rollout_log_probs, weight_version, finish_reason, valid.
 
-        ``prompts`` holds one row per *response* (prompts are already repeated, ``sample_index`` set).
+        ``prompts`` holds one row per *response* (prompts are already repeated, ``sample_index`` set). Seeds depend on
+        (step, group, sample) in training and on (dataset row, sample) in validation, never on a counter.
         """
         ...
 
@@ -66,7 +69,7 @@ class Reference(Protocol):
 class Reward(Protocol):
     """The scorer."""
 
-    def compute_reward(self, batch: Batch, *, validate: bool = False) -> Pending[Batch]:
+    def compute_reward(self, batch: Batch) -> Pending[Batch]:
         """Adds score, reward_info and a narrowed valid."""
         ...
 

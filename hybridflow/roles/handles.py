@@ -1,0 +1,100 @@
+"""Roles as the trainer holds them: thin typed fronts of worker groups.
+
+A handle knows which columns travel and nothing else; how rows are split is the transfer protocol's business, and where
+the ranks are is the group's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.futures import Pending
+from hybridflow.dispatch.group import WorkerGroup
+from hybridflow.roles.protocols import Metrics, SamplingMode
+
+
+class Handle:
+    """One role of one worker group."""
+
+    def __init__(self, group: WorkerGroup, role: str) -> None:
+        self._group = group
+        self._role = role
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
+        return self._group.call(self._role, method, *args, **kwargs)
+
+    def save_checkpoint(self, folder: str) -> Pending[None]:
+        """Writes the role's state into ``folder`` on every rank."""
+        return self._call("save_checkpoint", folder)
+
+    def load_checkpoint(self, folder: str) -> Pending[None]:
+        """Restores it."""
+        return self._call("load_checkpoint", folder)
+
+
+class RolloutHandle(Handle):
+    """The generator."""
+
+    def generate_sequences(self, prompts: Batch, *, step: int, mode: SamplingMode = "train") -> Pending[Batch]:
+        """See ``roles.protocols.Rollout``."""
+        return self._call("generate_sequences", prompts, step=step, mode=mode)
+
+
+class ActorHandle(Handle):
+    """The policy in training."""
+
+    def compute_log_prob(self, batch: Batch) -> Pending[Batch]:
+        """See ``roles.protocols.Actor``."""
+        return self._call("compute_log_prob", batch)
+
+    def compute_advantage(self, batch: Batch, *, kl_coef: float = 0.0) -> Pending[tuple[Batch, Metrics]]:
+        """See ``roles.protocols.Actor``."""
+        return self._call("compute_advantage", batch, kl_coef=kl_coef)
+
+    def update_actor(self, batch: Batch, *, step: int) -> Pending[Metrics]:
+        """See ``roles.protocols.Actor``."""
+        return self._call("update_actor", numbered(batch), total_rows=len(batch), step=step)
+
+
+class CriticHandle(Handle):
+    """The value model."""
+
+    def compute_values(self, batch: Batch) -> Pending[Batch]:
+        """See ``roles.protocols.Critic``."""
+        return self._call("compute_values", batch)
+
+    def update_critic(self, batch: Batch, *, step: int) -> Pending[Metrics]:
+        """See ``roles.protocols.Critic``."""
+        return self._call("update_critic", numbered(batch), total_rows=len(batch), step=step)
+
+
+class ReferenceHandle(Handle):
+    """The frozen policy."""
+
+    def compute_ref_log_prob(self, batch: Batch) -> Pending[Batch]:
+        """See ``roles.protocols.Reference``."""
+        return self._call("compute_ref_log_prob", batch)
+
+
+class RewardHandle(Handle):
+    """The scorer."""
+
+    def compute_reward(self, batch: Batch) -> Pending[Batch]:
+        """See ``roles.protocols.Reward``."""
+        return self._call("compute_reward", batch)
+
+
+class WeightsHandle(Handle):
+    """The way from the actor's weights to the generator's."""
+
+    def publish(self, *, version: int) -> Pending[Metrics]:
+        """See ``roles.protocols.Weights``."""
+        return self._call("publish", version=version)
+
+
+def numbered(batch: Batch) -> Batch:
+    """``batch`` with ``row_index`` 0..B-1: which mini-batch a row belongs to must not depend on how rows are split."""
+    return batch.with_columns(row_index=torch.arange(len(batch)))

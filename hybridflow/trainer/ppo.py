@@ -1,0 +1,93 @@
+"""The dataflow of PPO and everything that shares it: four stages a step, and nothing else.
+
+    prompts -> rollout -> {reward | old log-probs | ref log-probs | values} -> advantages -> {critic | actor} -> weights
+
+Calls return a ``Pending``; ``gather`` is the only wait, so calls between two gathers overlap when their roles own
+different devices and queue when they share. GRPO, RLOO and the other critic-free estimators are this loop with
+``roles.critic`` absent.
+"""
+
+from __future__ import annotations
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.futures import Pending, gather
+from hybridflow.config.root import PPOConfig
+from hybridflow.roles.protocols import Roles
+from hybridflow.trainer.run import Run
+
+
+class PPOTrainer:
+    """Drives the roles through the steps of a run.
+
+    Args:
+        roles: who plays.
+        run: prompts, cadence, metrics, checkpoints.
+        config: the whole configuration.
+    """
+
+    def __init__(self, roles: Roles, run: Run, config: PPOConfig) -> None:
+        self.roles = roles
+        self.run = run
+        self.config = config
+
+    def fit(self) -> None:
+        """Runs steps ``resumed + 1 .. total``. A role's failure propagates; nothing is retried here."""
+        done = self.run.restore()
+        self.publish(version=done)
+        self.run.before(done)
+        for step in range(done + 1, self.run.total_steps + 1):
+            with self.run.step(step):
+                batch = self.generate(step)
+                batch = self.score(batch)
+                batch = self.assign_credit(batch)
+                self.learn(batch, step)
+                self.publish(version=step)
+            self.run.after(step)
+        self.run.end()
+
+    def generate(self, step: int) -> Batch:
+        """``n`` responses for each of the next prompts: the rollout's columns beside the prompts'."""
+        prompts = self.run.next_prompts(self.config.actor_rollout_ref.rollout.n)
+        with self.run.phase("gen"):
+            responses = gather(self.roles.rollout.generate_sequences(prompts, step=step))
+        return prompts.merge(responses)
+
+    def score(self, batch: Batch) -> Batch:
+        """Adds score and valid, old_log_probs, and ref_log_probs and values where their roles exist."""
+        calls: dict[str, Pending[Batch]] = {
+            "reward": self.roles.reward.compute_reward(batch),
+            "old_log_prob": self.roles.actor.compute_log_prob(batch),
+        }
+        if self.roles.reference is not None:
+            calls["ref"] = self.roles.reference.compute_ref_log_prob(batch)
+        if self.roles.critic is not None:
+            calls["values"] = self.roles.critic.compute_values(batch)
+        for name, call in calls.items():
+            with self.run.phase(name):
+                batch = batch.with_columns(**gather(call).columns())
+        return batch
+
+    def assign_credit(self, batch: Batch) -> Batch:
+        """Adds loss_mask, token_rewards, advantages and returns."""
+        with self.run.phase("adv"):
+            credit, metrics = gather(self.roles.actor.compute_advantage(batch, kl_coef=self.run.kl.value))
+        self.run.record(metrics)
+        self.run.kl.update(metrics, sequences=len(batch))
+        return batch.with_columns(**credit.columns())
+
+    def learn(self, batch: Batch, step: int) -> None:
+        """Updates the critic, and after its warm-up the actor."""
+        calls = {}
+        if self.roles.critic is not None:
+            calls["update_critic"] = self.roles.critic.update_critic(batch, step=step)
+        if step > self.config.trainer.critic_warmup:
+            calls["update_actor"] = self.roles.actor.update_actor(batch, step=step)
+        for name, call in calls.items():
+            with self.run.phase(name):
+                self.run.record(gather(call))
+        self.run.observe(batch)
+
+    def publish(self, *, version: int) -> None:
+        """Moves the actor's weights into the generator."""
+        with self.run.phase("update_weights"):
+            self.run.record(gather(self.roles.weights.publish(version=version)))

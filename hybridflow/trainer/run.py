@@ -1,0 +1,235 @@
+"""The run around the dataflow: prompts in, metrics out, and what happens on a cadence (validate, save, log).
+
+``PPOTrainer`` calls it at the seams of a step and knows nothing of files, trackers or clocks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from hybridflow.algorithms.kl import KLController
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.futures import gather
+from hybridflow.config.root import PPOConfig
+from hybridflow.roles.protocols import Roles
+from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore
+from hybridflow.trainer.metrics import batch_metrics
+from hybridflow.trainer.tracking import Tracker
+from hybridflow.trainer.validate import validate
+from hybridflow.utils.errors import ConfigError
+from hybridflow.utils.timing import Stopwatch
+
+logger = logging.getLogger(__name__)
+
+
+class Prompts(Protocol):
+    """Where training prompts come from: endless, seeded, resumable."""
+
+    def next_batch(self) -> Batch:
+        """The next ``data.train_batch_size`` prompts."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to a position."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that are complete."""
+        ...
+
+
+class Run:
+    """One run of a trainer.
+
+    Args:
+        config: the whole configuration.
+        roles: who plays (for validation and checkpoints).
+        prompts: training prompts.
+        validation: batches of held-out prompts, made anew each time.
+        kl: coefficient of the KL in the reward.
+        tracker: where metrics go.
+        total_steps: trainer steps.
+        bytes_moved: payload bytes through the driver since the last call.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        *,
+        roles: Roles,
+        prompts: Prompts,
+        validation: Callable[[], Iterable[Batch]],
+        kl: KLController,
+        tracker: Tracker,
+        total_steps: int,
+        bytes_moved: Callable[[], int],
+    ) -> None:
+        self.config = config
+        self.kl = kl
+        self.total_steps = 0 if config.trainer.val_only else total_steps
+        self.first_validation: dict[str, float] = {}
+        self.last_validation: dict[str, float] = {}
+        self._roles = roles
+        self._prompts = prompts
+        self._validation = validation
+        self._tracker = tracker
+        self._bytes_moved = bytes_moved
+        self._folder = Path(config.trainer.default_local_dir)
+        self._store = CheckpointStore(self._folder, keep=config.trainer.max_actor_ckpt_to_keep)
+        self._metrics: dict[str, float] = {}
+        self._watch = Stopwatch()
+        self._validated_at: int | None = None
+
+    def next_prompts(self, n: int) -> Batch:
+        """The next prompts, each ``n`` times next to itself, with ``sample_index`` 0..n-1."""
+        rows = self._prompts.next_batch().repeat(n)
+        return rows.with_columns(sample_index=torch.arange(len(rows)) % n)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Times a part of the step as ``timing_s/<name>``."""
+        return self._watch.phase(name)
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to the step."""
+        self._metrics.update(metrics)
+
+    def observe(self, batch: Batch) -> None:
+        """Adds what the finished batch says about itself; writes its samples where asked."""
+        self.record(batch_metrics(batch))
+        if self.config.trainer.rollout_data_dir is not None:
+            folder = Path(self.config.trainer.rollout_data_dir)
+            _write_lines(folder / f"step_{int(self._metrics['training/global_step'])}.jsonl", _rollout_rows(batch))
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Collects the metrics of one step."""
+        self._metrics = {"training/global_step": float(step), "training/epoch": float(self._prompts.epoch)}
+        self._watch.reset()
+        self._bytes_moved()
+        started = time.perf_counter()
+        yield
+        self._watch.add("step", time.perf_counter() - started)
+        self.record({"perf/driver_bytes": float(self._bytes_moved())})
+
+    def before(self, done: int) -> None:
+        """Validates before the first step, unless the run goes on from a checkpoint."""
+        if done == 0 and self.config.trainer.val_before_train:
+            self._metrics = {}
+            self._validate(done)
+            self._tracker.log(done, self._metrics)
+
+    def after(self, step: int) -> None:
+        """Validates, saves and logs, each on its own cadence; the last step validates and (if asked at all) saves."""
+        settings = self.config.trainer
+        last = step == self.total_steps
+        if last or _due(step, settings.test_freq):
+            self._validate(step)
+        if settings.save_freq > 0 and (last or _due(step, settings.save_freq)):
+            with self.phase("save_checkpoint"):
+                self._save(step)
+        self._log(step)
+
+    def end(self) -> None:
+        """Closes the trackers."""
+        self._tracker.finish()
+
+    def restore(self) -> int:
+        """Goes on from a checkpoint where ``trainer.resume_mode`` finds one; the step it was made after, else 0."""
+        found = self._find_checkpoint()
+        if found is None:
+            return 0
+        for name, role in self._roles.checkpointed.items():
+            gather(role.load_checkpoint(str(found.folder / name)))
+        state = found.state()
+        self._prompts.load_state_dict(state["prompts"])
+        self.kl.load_state_dict(state["kl"])
+        self.first_validation = state["first_validation"]
+        logger.info("resumed from %s", found.folder)
+        return found.step
+
+    def _find_checkpoint(self) -> Checkpoint | None:
+        settings = self.config.trainer
+        if settings.resume_mode == "disable":
+            return None
+        if settings.resume_mode == "auto":
+            return self._store.newest()
+        if settings.resume_from_path is None:
+            raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
+        return self._store.at(Path(settings.resume_from_path))
+
+    def _save(self, step: int) -> None:
+        def write_roles(folder: Path) -> None:
+            for name, role in self._roles.checkpointed.items():
+                gather(role.save_checkpoint(str(folder / name)))
+
+        state = {
+            "step": step,
+            "prompts": self._prompts.state_dict(),
+            "kl": self.kl.state_dict(),
+            "first_validation": self.first_validation,
+        }
+        self._store.save(step, write_roles, state)
+
+    def _validate(self, step: int) -> None:
+        if self._validated_at == step:
+            return
+        sampling = self.config.actor_rollout_ref.rollout.val_kwargs
+        with self.phase("testing"):
+            found = validate(self._roles, self._validation(), sampling, step=step)
+        self._validated_at = step
+        self.record(found.metrics)
+        self.last_validation = found.metrics
+        self.first_validation = self.first_validation or found.metrics
+        if self.config.trainer.validation_data_dir is not None:
+            _write_lines(Path(self.config.trainer.validation_data_dir) / f"step_{step}.jsonl", found.samples)
+        self._tracker.log_samples(step, found.samples[: self.config.trainer.log_val_generations])
+
+    def _log(self, step: int) -> None:
+        seconds = self._watch.seconds()
+        self.record({f"timing_s/{name}": value for name, value in seconds.items()})
+        self.record(
+            {
+                "perf/time_per_step": seconds["step"],
+                "perf/throughput": self._metrics.get("perf/total_num_tokens", 0.0) / seconds["step"],
+            }
+        )
+        self._tracker.log(step, self._metrics)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+
+
+def _rollout_rows(batch: Batch) -> Iterator[dict[str, Any]]:
+    columns = zip(
+        batch["group_id"].tolist(),
+        batch["sample_index"].tolist(),
+        batch.objects("raw_prompt"),
+        batch.objects("response_text"),
+        batch.objects("ground_truth"),
+        batch["score"].tolist(),
+        batch["valid"].tolist(),
+        batch.objects("finish_reason"),
+        strict=True,
+    )
+    names = ("group_id", "sample_index", "prompt", "response", "ground_truth", "score", "valid", "finish_reason")
+    for values in columns:
+        yield dict(zip(names, values, strict=True))

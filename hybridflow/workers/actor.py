@@ -1,0 +1,132 @@
+"""The actor: the policy in training, and the place where credit is assigned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hybridflow.algorithms.credit import assign_credit
+from hybridflow.algorithms.losses import ActorLoss
+from hybridflow.batch.batch import Batch
+from hybridflow.config.root import PPOConfig
+from hybridflow.dispatch.group import RankContext
+from hybridflow.dispatch.register import register
+from hybridflow.engines.train.base import TrainEngine
+from hybridflow.engines.train.registry import TRAIN_ENGINES
+from hybridflow.hybrid_engine.plan import permuted_order
+from hybridflow.roles.protocols import Metrics
+from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils.optional import load
+from hybridflow.workers.minibatch import micro_batching
+from hybridflow.workers.update import Schedule, update_epochs
+
+SEQUENCE = ("prompt_ids", "prompt_length", "response_ids", "response_length", "response_mask")
+"""Columns that a forward over whole sequences reads."""
+CREDIT = ("old_log_probs", "advantages", "loss_mask", "ref_log_probs", "correction_weights", "rollout_log_probs")
+
+
+class ActorWorker:
+    """One rank of the policy.
+
+    Args:
+        context: where this rank runs.
+        config: the whole configuration.
+        dims: training layout.
+        total_steps: trainer steps of the run (for the learning-rate schedule).
+        rollout_tp: tensor-parallel size of the generator; decides the order of shards.
+        model_path: folder of the weights.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        *,
+        config: PPOConfig,
+        dims: ParallelDims,
+        total_steps: int,
+        rollout_tp: int,
+        model_path: str,
+    ) -> None:
+        policy = config.actor_rollout_ref
+        actor = policy.actor
+        self._config = config
+        self._temperature = policy.rollout.temperature
+        # Where FSDP is the only axis, shards are laid out so that the generator's slices need the fewest bytes.
+        plain_fsdp = dims.dp_shard == dims.world and dims.world % rollout_tp == 0
+        self.engine: TrainEngine = load(TRAIN_ENGINES[actor.strategy])(
+            model=replace(policy.model, path=model_path),
+            head="lm",
+            sharding=actor.fsdp_config,
+            dims=dims,
+            optim=actor.optim,
+            grad_clip=actor.grad_clip,
+            device=context.device,
+            total_steps=total_steps,
+            seed=config.trainer.seed,
+            shard_order=permuted_order(dims.dp_shard, rollout_tp) if plain_fsdp else None,
+            row_parallel_shard_dim1=plain_fsdp,
+        )
+        self._loss = ActorLoss(actor, max_response_length=config.data.max_response_length)
+        self._train_micro = micro_batching(
+            dynamic=actor.use_dynamic_bsz,
+            tokens_per_device=actor.ppo_max_token_len_per_gpu,
+            rows=actor.ppo_micro_batch_size_per_gpu,
+            sp=dims.sp,
+        )
+        self._forward_micro = micro_batching(
+            dynamic=policy.rollout.log_prob_use_dynamic_bsz,
+            tokens_per_device=policy.rollout.log_prob_max_token_len_per_gpu,
+            rows=policy.rollout.log_prob_micro_batch_size_per_gpu,
+            sp=dims.sp,
+        )
+        self._schedule = Schedule(
+            mini_rows=actor.ppo_mini_batch_size * policy.rollout.n,
+            group_size=policy.rollout.n,
+            epochs=actor.ppo_epochs,
+            shuffle_seed=config.trainer.seed if actor.shuffle else None,
+        )
+
+    @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("old_log_probs", "old_entropy"))
+    def compute_log_prob(self, batch: Batch) -> Batch:
+        """old_log_probs and old_entropy, ``[b, T]`` float32 nats of the tempered distribution."""
+        needs = frozenset({"log_probs", "entropy"} if self._config.actor_rollout_ref.actor.calculate_entropy else {"log_probs"})
+        found = self.engine.forward(batch, needs, temperature=self._temperature, micro=self._forward_micro)
+        entropy = found.get("entropy", torch.zeros_like(found["log_probs"]))
+        return Batch({"old_log_probs": found["log_probs"], "old_entropy": entropy})
+
+    @register(dispatch="RANK_ZERO")
+    def compute_advantage(self, batch: Batch, *, kl_coef: float = 0.0) -> tuple[Batch, Metrics]:
+        """Columns and metrics of credit assignment over the whole batch (algorithms/credit.py)."""
+        return assign_credit(
+            batch,
+            self._config.algorithm,
+            kl_coef=kl_coef,
+            max_response_length=self._config.data.max_response_length,
+            overlong=self._config.reward.overlong,
+        )
+
+    @register(dispatch="MESH_3D", reads=(*SEQUENCE, *CREDIT, "row_index"))
+    def update_actor(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
+        """All mini-batches and epochs of one trainer step; metrics are the same on every rank."""
+        return update_epochs(
+            self.engine,
+            batch,
+            self._loss,
+            schedule=self._schedule,
+            temperature=self._temperature,
+            micro=self._train_micro,
+            total_rows=total_rows,
+            step=step,
+            prefix="actor",
+        )
+
+    @register(dispatch="ONE_TO_ALL")
+    def save_checkpoint(self, folder: str) -> None:
+        """Writes model, optimizer and schedule."""
+        self.engine.save(folder)
+
+    @register(dispatch="ONE_TO_ALL")
+    def load_checkpoint(self, folder: str) -> None:
+        """Restores them."""
+        self.engine.load(folder)

@@ -1,0 +1,90 @@
+"""The critic: a value head on the policy's architecture, with its own optimizer and layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hybridflow.algorithms.losses import CriticLoss
+from hybridflow.batch.batch import Batch
+from hybridflow.config.root import PPOConfig
+from hybridflow.dispatch.group import RankContext
+from hybridflow.dispatch.register import register
+from hybridflow.engines.train.base import TrainEngine
+from hybridflow.engines.train.registry import TRAIN_ENGINES
+from hybridflow.roles.protocols import Metrics
+from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils.optional import load
+from hybridflow.workers.actor import SEQUENCE
+from hybridflow.workers.minibatch import micro_batching
+from hybridflow.workers.update import Schedule, update_epochs
+
+
+class CriticWorker:
+    """One rank of the value model; arguments as the actor's."""
+
+    def __init__(
+        self, context: RankContext, *, config: PPOConfig, dims: ParallelDims, total_steps: int, model_path: str
+    ) -> None:
+        critic, actor = config.critic, config.actor_rollout_ref.actor
+        group_size = config.actor_rollout_ref.rollout.n
+        self.engine: TrainEngine = load(TRAIN_ENGINES[critic.strategy])(
+            model=replace(critic.model, path=model_path),
+            head="value",
+            sharding=critic.model.fsdp_config or critic.fsdp,
+            dims=dims,
+            optim=critic.optim,
+            grad_clip=critic.grad_clip,
+            device=context.device,
+            total_steps=total_steps,
+            seed=config.trainer.seed,
+        )
+        self._loss = CriticLoss(critic)
+        self._train_micro = micro_batching(
+            dynamic=critic.use_dynamic_bsz,
+            tokens_per_device=critic.ppo_max_token_len_per_gpu,
+            rows=critic.ppo_micro_batch_size_per_gpu,
+            sp=dims.sp,
+        )
+        self._forward_micro = micro_batching(
+            dynamic=critic.use_dynamic_bsz,
+            tokens_per_device=critic.ppo_max_token_len_per_gpu,
+            rows=critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu,
+            sp=dims.sp,
+        )
+        self._schedule = Schedule(
+            mini_rows=(critic.ppo_mini_batch_size or actor.ppo_mini_batch_size) * group_size,
+            group_size=group_size,
+            epochs=critic.ppo_epochs or actor.ppo_epochs,
+            shuffle_seed=config.trainer.seed if critic.shuffle else None,
+        )
+
+    @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("values",))
+    def compute_values(self, batch: Batch) -> Batch:
+        """values, ``[b, T]`` float32: return expected before each response token (never tempered)."""
+        found = self.engine.forward(batch, frozenset({"values"}), temperature=1.0, micro=self._forward_micro)
+        return Batch({"values": found["values"]})
+
+    @register(dispatch="MESH_3D", reads=(*SEQUENCE, "values", "returns", "loss_mask", "row_index"))
+    def update_critic(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
+        """All mini-batches and epochs of one trainer step."""
+        return update_epochs(
+            self.engine,
+            batch,
+            self._loss,
+            schedule=self._schedule,
+            temperature=1.0,
+            micro=self._train_micro,
+            total_rows=total_rows,
+            step=step,
+            prefix="critic",
+        )
+
+    @register(dispatch="ONE_TO_ALL")
+    def save_checkpoint(self, folder: str) -> None:
+        """Writes model, optimizer and schedule."""
+        self.engine.save(folder)
+
+    @register(dispatch="ONE_TO_ALL")
+    def load_checkpoint(self, folder: str) -> None:
+        """Restores them."""
+        self.engine.load(folder)

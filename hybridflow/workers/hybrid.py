@@ -1,0 +1,37 @@
+"""The weights worker: the 3D-HybridEngine's seat in a process that hosts both the actor and the generator."""
+
+from __future__ import annotations
+
+from hybridflow.config.root import PPOConfig
+from hybridflow.dispatch.group import RankContext
+from hybridflow.dispatch.register import register
+from hybridflow.hybrid_engine.publish import Publisher
+from hybridflow.roles.protocols import Metrics
+from hybridflow.workers.actor import ActorWorker
+from hybridflow.workers.rollout import RolloutWorker
+
+
+class WeightsWorker:
+    """One rank of the way from the actor's shards to the generator's slices.
+
+    Must be built after the roles ``actor`` and ``rollout`` of the same process.
+    """
+
+    def __init__(self, context: RankContext, *, config: PPOConfig) -> None:
+        actor: ActorWorker = context.siblings["actor"]
+        rollout: RolloutWorker = context.siblings["rollout"]
+        transfer = config.actor_rollout_ref.rollout.checkpoint_engine
+        self._rollout = rollout
+        self._publisher = Publisher(
+            actor.engine.shards,
+            rollout.engine.parameters(),
+            written=rollout.engine.weights_written,
+            rollout_dtype=config.actor_rollout_ref.rollout.dtype,
+            bucket_bytes=transfer.update_weights_bucket_megabytes << 20,
+            verify=transfer.verify,
+        )
+
+    @register(dispatch="ONE_TO_ALL")
+    def publish(self, *, version: int) -> Metrics:
+        """Moves the actor's weights into the generator; its caches are empty afterwards (hybrid_engine/publish.py)."""
+        return self._publisher.publish(version)

@@ -1,0 +1,135 @@
+"""The rollout worker: rows to requests, completions to columns, around one rank of a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hybridflow.batch.batch import Batch
+from hybridflow.config.root import PPOConfig
+from hybridflow.dispatch.group import RankContext
+from hybridflow.dispatch.register import register
+from hybridflow.engines.rollout.base import Completion, Request, RolloutEngine, SamplingParams, generate, request_seed
+from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
+from hybridflow.roles.protocols import SamplingMode
+from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils.optional import load
+
+WRITES = (
+    "response_ids",
+    "response_length",
+    "response_mask",
+    "rollout_log_probs",
+    "weight_version",
+    "finish_reason",
+    "valid",
+)
+
+
+class RolloutWorker:
+    """One rank of the generator.
+
+    Args:
+        context: where this rank runs.
+        config: the whole configuration.
+        dims: generation layout (dp_shard = replicas, tp).
+        model_path: folder of the architecture; weights come by publish.
+        eos_token_ids: every id that ends a response.
+        vocab_limit: tokenizer size; ids beyond it are never sampled.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        *,
+        config: PPOConfig,
+        dims: ParallelDims,
+        model_path: str,
+        eos_token_ids: tuple[int, ...],
+        vocab_limit: int,
+    ) -> None:
+        self._config = config
+        self._eos = eos_token_ids
+        self.dims = dims
+        self.engine: RolloutEngine = load(ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name])(
+            model_path=model_path,
+            config=config.actor_rollout_ref.rollout,
+            max_prompt_tokens=config.data.max_prompt_length,
+            max_response_tokens=config.data.max_response_length,
+            tp=dims.tp,
+            device=context.device,
+            eos_token_ids=eos_token_ids,
+            vocab_limit=vocab_limit,
+            seed=config.trainer.seed,
+        )
+
+    @register(
+        dispatch="MESH_3D",
+        mesh="rollout",
+        reads=("prompt_ids", "prompt_length", "group_id", "row_id", "sample_index"),
+        writes=WRITES,
+    )
+    def generate_sequences(self, prompts: Batch, *, step: int, mode: SamplingMode = "train") -> Batch:
+        """One response per row, sampled from the published weights (see roles.protocols.Rollout)."""
+        self.engine.clear_caches()
+        requests = self._requests(prompts, step, mode)
+        return to_columns(generate(self.engine, requests))
+
+    def _requests(self, prompts: Batch, step: int, mode: SamplingMode) -> list[Request]:
+        sampling = self._sampling(mode)
+        ids, lengths = prompts["prompt_ids"].tolist(), prompts["prompt_length"].tolist()
+        key_column = "group_id" if mode == "train" else "row_id"
+        keys = zip(prompts[key_column].tolist(), prompts["sample_index"].tolist(), strict=True)
+        seed, when = self._config.trainer.seed, step if mode == "train" else "validation"
+        return [
+            Request(
+                request_id=f"{i}",
+                prompt_ids=ids[i][: lengths[i]],
+                sampling=sampling,
+                seed=request_seed(seed, mode, when, key, sample, 0, 0),
+            )
+            for i, (key, sample) in enumerate(keys)
+        ]
+
+    def _sampling(self, mode: SamplingMode) -> SamplingParams:
+        rollout = self._config.actor_rollout_ref.rollout
+        chosen = rollout.val_kwargs if mode == "validate" else rollout
+        greedy = mode == "greedy" or not chosen.do_sample
+        return SamplingParams(
+            max_tokens=rollout.response_length or self._config.data.max_response_length,
+            temperature=0.0 if greedy else chosen.temperature,
+            top_p=1.0 if greedy else chosen.top_p,
+            top_k=-1 if greedy else chosen.top_k,
+            stop_token_ids=self._eos,
+            ignore_eos=rollout.ignore_eos,
+        )
+
+
+def to_columns(completions: Sequence[Completion]) -> Batch:
+    """Columns of responses, padded on the right to the longest (at least one token wide).
+
+    Lengths and finish reasons are the engine's; an empty or aborted response is not valid.
+    """
+    lengths = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.long)
+    width = max(1, int(lengths.max())) if len(completions) else 1
+    ids = torch.zeros(len(completions), width, dtype=torch.long)
+    log_probs = torch.zeros(len(completions), width)
+    versions = torch.full((len(completions), width), -1, dtype=torch.long)
+    for i, completion in enumerate(completions):
+        count = len(completion.token_ids)
+        ids[i, :count] = torch.tensor(completion.token_ids, dtype=torch.long)
+        log_probs[i, :count] = torch.tensor(completion.log_probs)
+        versions[i, :count] = torch.tensor(completion.versions, dtype=torch.long)
+    reasons = [completion.finish_reason for completion in completions]
+    return Batch(
+        {
+            "response_ids": ids,
+            "response_length": lengths,
+            "response_mask": torch.arange(width)[None, :] < lengths[:, None],
+            "rollout_log_probs": log_probs,
+            "weight_version": versions,
+            "finish_reason": reasons,
+            "valid": (lengths > 0) & torch.tensor([reason != "abort" for reason in reasons], dtype=torch.bool),
+        }
+    )
