@@ -1,0 +1,1 @@
+"""YAML of the commands, installed as the package ``hybridflow.configs`` (Hydra searches ``pkg://hybridflow.configs``)."""
