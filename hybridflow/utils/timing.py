@@ -1,4 +1,4 @@
-"""Named phases of a step and how long each took, under the metric names that verl's users plot (``timing_s/gen`` ...)."""
+"""Named phases of a step and how long each took, under the names that verl's users plot (``timing_s/gen`` ...)."""
 
 from __future__ import annotations
 
@@ -6,28 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PHASES = (
-    "step",
-    "gen",
-    "reward",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "update_critic",
-    "update_actor",
-    "update_weights",
-    "testing",
-    "save_checkpoint",
-)
-"""Names of a trainer step's phases; ``step`` is the whole. A dataflow of the user's own may use others."""
-
 
 class Stopwatch:
     """Seconds by phase name, summed when a phase is entered more than once.
 
     Phases may nest and may overlap (a phase is the time inside its ``with``, not a share of the step), so their sum may
-    differ from ``step``. Not thread-safe: one stopwatch belongs to one loop.
+    differ from the step. Not thread-safe: one stopwatch belongs to one loop.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -41,15 +25,16 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self.add(name, self._clock() - start)
 
-    @property
+    def add(self, name: str, seconds: float) -> None:
+        """Adds time that was measured elsewhere."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
     def seconds(self) -> dict[str, float]:
         """Seconds by phase, in the order in which phases first ended."""
         return dict(self._seconds)
 
-    def take(self) -> dict[str, float]:
-        """Metrics ``timing_s/<phase>`` of everything since the last ``take``, which starts anew."""
-        metrics = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+    def reset(self) -> None:
+        """Forgets everything: a new step begins."""
         self._seconds.clear()
-        return metrics

@@ -1,0 +1,285 @@
+"""Where the numbers of a run go: one ``Tracker`` in front of any number of destinations.
+
+Names and values are made plain once, here, before any destination sees them, so that the same metric has the same name
+everywhere. A destination that fails is a warning, never the end of a training run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridflow.utils.errors import ConfigError
+from hybridflow.utils.optional import load
+
+logger = logging.getLogger(__name__)
+
+Scalar = int | float
+Value = Scalar | str
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What a destination may want to know about the run."""
+
+    project: str
+    experiment: str
+    folder: Path
+    """Folder of the run's outputs; exists."""
+    config: Mapping[str, Any]
+    """The resolved configuration as plain containers."""
+    total_steps: int
+
+
+class Tracker(Protocol):
+    """One destination. Built from a ``RunInfo``; the composite calls it from one thread with plain names and values."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Takes the metrics of ``step``; steps do not decrease."""
+        ...
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Takes validation samples: one mapping (prompt, response, ground_truth, score ...) per sample."""
+        ...
+
+    def finish(self) -> None:
+        """Flushes and closes; may be called twice."""
+        ...
+
+
+def build_trackers(
+    names: Iterable[str],
+    *,
+    project: str,
+    experiment: str,
+    folder: str | Path,
+    config: Mapping[str, Any],
+    total_steps: int,
+) -> CompositeTracker:
+    """The named destinations behind one tracker.
+
+    Raises:
+        ConfigError: for a name that is not registered, or whose package is not installed (the user asked for it by name).
+            A destination that is installed but cannot start (no network, no login) is left out with a warning.
+    """
+    info = RunInfo(project=project, experiment=experiment, folder=Path(folder), config=config, total_steps=total_steps)
+    info.folder.mkdir(parents=True, exist_ok=True)
+    trackers: dict[str, Tracker] = {}
+    for name in dict.fromkeys(names):
+        if name not in TRACKERS:
+            raise ConfigError(f"trainer.logger: no tracker {name!r}; allowed: {', '.join(TRACKERS)}")
+        build: Callable[[RunInfo], Tracker] = load(TRACKERS[name])
+        try:
+            trackers[name] = build(info)
+        except Exception as error:  # noqa: BLE001  (third-party code: a tracker never stops a run)
+            logger.warning("tracker %s cannot start and is left out: %s: %s", name, type(error).__name__, error)
+    return CompositeTracker(trackers)
+
+
+class CompositeTracker:
+    """Hands everything to each destination, in plain form, and survives their failures.
+
+    The first failure of a destination is a warning with its cause; ``finish`` says how many calls were lost.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+        self._trackers = dict(trackers)
+        self._lost = dict.fromkeys(self._trackers, 0)
+        self._finished = False
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Metrics with cleaned names and plain values, to all."""
+        plain = plain_metrics(metrics)
+        self._each(lambda tracker: tracker.log(step, plain))
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Samples to all; nothing happens when there are none."""
+        if samples:
+            self._each(lambda tracker: tracker.log_samples(step, samples))
+
+    def finish(self) -> None:
+        """Closes all, once."""
+        if self._finished:
+            return
+        self._finished = True
+        self._each(lambda tracker: tracker.finish())
+        for name, lost in self._lost.items():
+            if lost:
+                logger.warning("tracker %s lost %d calls", name, lost)
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in self._trackers.items():
+            try:
+                call(tracker)
+            except Exception as error:  # noqa: BLE001  (third-party code: a tracker never stops a run)
+                if self._lost[name] == 0:
+                    logger.warning("tracker %s failed, training goes on: %s: %s", name, type(error).__name__, error)
+                self._lost[name] += 1
+
+
+def clean_name(name: str) -> str:
+    """``name`` as every backend takes it: letters, digits, ``_ - .`` and single inner slashes; ``@`` becomes ``_at_``.
+
+    The empty result is ``unnamed``.
+    """
+    text = re.sub(r"[^A-Za-z0-9_\-./]+", "_", str(name).strip().replace("@", "_at_"))
+    return re.sub(r"/{2,}", "/", text).strip("/") or "unnamed"
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Value]:
+    """Metrics under cleaned names as plain ints, floats (NaN and infinities kept) and short texts.
+
+    Mappings are flattened with slashes; one-element sequences, arrays and tensors are their element; longer ones of
+    numbers become ``/mean``, ``/min`` and ``/max``; empty ones and None are left out; bools are 0 and 1; anything else
+    is its text. Two names that become equal both stay: the later one gets ``_2``.
+    """
+    plain: dict[str, Value] = {}
+    for name, value in _leaves(metrics, ""):
+        cleaned, number = clean_name(name), 2
+        unique = cleaned
+        while unique in plain:
+            unique, number = f"{cleaned}_{number}", number + 1
+        plain[unique] = value
+    return plain
+
+
+def scalars(metrics: Mapping[str, Value]) -> dict[str, Scalar]:
+    """The numbers among plain metrics."""
+    return {name: value for name, value in metrics.items() if not isinstance(value, str)}
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Value]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}/{key}" if name else str(key))
+        return
+    if not isinstance(value, (bool, int, float, str)) and hasattr(value, "tolist"):  # numpy and torch, unimported
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        yield from _sequence_leaves(value, name)
+    elif isinstance(value, (bool, int)):
+        yield name, int(value)
+    elif isinstance(value, (float, str)):
+        yield name, value
+    elif value is not None:
+        yield name, str(value)
+
+
+def _sequence_leaves(values: Sequence[Any], name: str) -> Iterator[tuple[str, Value]]:
+    while len(values) == 1 and isinstance(values[0], (list, tuple)):
+        values = values[0]
+    if len(values) == 1:
+        yield from _leaves(values[0], name)
+        return
+    flat = list(_flat(values))
+    if not flat:
+        return
+    if all(isinstance(value, (bool, int, float)) for value in flat):
+        yield f"{name}/mean", math.fsum(flat) / len(flat)
+        # A NaN hides from min and max unless it comes first.
+        broken = [value for value in flat if math.isnan(value)]
+        yield f"{name}/min", broken[0] if broken else min(flat)
+        yield f"{name}/max", broken[0] if broken else max(flat)
+    else:
+        yield name, str(values)
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value.item() if hasattr(value, "item") else value
+
+
+class JsonlTracker:
+    """``metrics.jsonl`` in the run's folder: one object a step, written through at once; ``samples.jsonl`` beside it.
+
+    NaN and infinities become null, so that every line is JSON. What the folder holds at the first logged step ``s`` says
+    which run it is: for ``s <= 1`` a new one (older files are moved aside), a later one goes on behind the lines before
+    ``s`` (a torn last line and steps that are done again are dropped). A step that is logged twice is merged.
+    """
+
+    def __init__(self, info: RunInfo) -> None:
+        self._metrics = info.folder / METRICS_FILE
+        self._samples = info.folder / SAMPLES_FILE
+        self._settled = False
+        self._last: tuple[int, int, dict[str, Any]] | None = None  # step, offset of its line, its object
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes or completes the line of ``step``."""
+        self._settle(step)
+        row = {"step": step, **{name: _json_value(value) for name, value in metrics.items()}}
+        if self._last is not None and self._last[0] == step:
+            offset, row = self._last[1], {**self._last[2], **row}
+        else:
+            offset = self._metrics.stat().st_size if self._metrics.exists() else 0
+        with open(self._metrics, "ab") as file:
+            file.truncate(offset)
+            file.write(json.dumps(row).encode() + b"\n")
+        self._last = (step, offset, row)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Appends one object a sample."""
+        self._settle(step)
+        with open(self._samples, "a") as file:
+            for sample in samples:
+                file.write(json.dumps({"step": step, **sample}, default=str) + "\n")
+
+    def finish(self) -> None:
+        """Nothing to do: every line is already written."""
+
+    def _settle(self, first_step: int) -> None:
+        if self._settled:
+            return
+        self._settled = True
+        for path in (self._metrics, self._samples):
+            if not path.exists():
+                continue
+            if first_step <= 1:
+                path.rename(_free_name(path))
+                continue
+            kept = [line for line in path.read_bytes().splitlines(keepends=True) if _step_of(line) < first_step]
+            rest = path.with_suffix(".tmp")
+            rest.write_bytes(b"".join(kept))
+            os.replace(rest, path)
+
+
+def _step_of(line: bytes) -> float:
+    """Step of a line of the file; infinite for a torn one."""
+    if not line.endswith(b"\n"):
+        return math.inf
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
+        number += 1
+    return candidate
+
+
+def _json_value(value: Value) -> Value | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+TRACKERS: dict[str, str] = {
+    "console": "hybridflow.trainer.progress:ConsoleTracker",
+    "jsonl": "hybridflow.trainer.tracking:JsonlTracker",
+    "tensorboard": "hybridflow.trainer.tracking_tensorboard:TensorBoardTracker",
+    "wandb": "hybridflow.trainer.tracking_wandb:WandbTracker",
+}
+"""By name: a class that takes a ``RunInfo``. A new destination is one file and one line here (and in config/choices)."""
