@@ -1,0 +1,139 @@
+"""The losses that training engines call: policy and critic, as shares of a mini-batch (``contract.py``).
+
+A loss object is made once from the configuration, is pickled to the workers, and holds no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.algorithms.aggregation import AGGREGATIONS
+from hybridflow.algorithms.contract import Counts, Metric, Outputs
+from hybridflow.algorithms.kl import base_kind, kl_estimate
+from hybridflow.algorithms.masking import keep, masked_sum
+from hybridflow.algorithms.policy_loss import SEQUENCE_LEVEL, log_ratio, resolve
+from hybridflow.algorithms.value_loss import clipped_value_loss
+from hybridflow.batch.batch import Batch
+from hybridflow.config.actor import ActorConfig
+from hybridflow.config.critic import CriticConfig
+from hybridflow.utils.errors import ConfigError, EngineError
+
+
+class ActorLoss:
+    """Policy loss - entropy bonus + KL to the reference.
+
+    Reads the columns loss_mask, advantages, old_log_probs (absent: the first and only update of a batch, where the
+    current log-probs are the old ones), ref_log_probs (with ``use_kl_loss``), correction_weights (when present).
+    """
+
+    def __init__(self, config: ActorConfig, *, max_response_length: int) -> None:
+        """``max_response_length``: divisor of seq-mean-token-sum-norm where ``loss_scale_factor`` is not given.
+
+        Raises:
+            ConfigError: an unknown loss, aggregation or KL name.
+        """
+        name = config.policy_loss.loss_mode
+        resolve(name)
+        if config.loss_agg_mode not in AGGREGATIONS:
+            allowed = ", ".join(AGGREGATIONS)
+            raise ConfigError(f"loss_agg_mode {config.loss_agg_mode!r} is unknown: use one of {allowed}")
+        if config.use_kl_loss:
+            base_kind(config.kl_loss_type)
+        self._config = config
+        self._scale = float(config.loss_scale_factor or max_response_length)
+        self._policy_agg = "seq-mean-token-mean" if name in SEQUENCE_LEVEL else config.loss_agg_mode
+        self.needs = frozenset({"log_probs", "entropy"} if config.entropy_coeff else {"log_probs"})
+
+    def __call__(self, outputs: Outputs, rows: Batch, counts: Counts) -> tuple[Tensor, Mapping[str, Metric]]:
+        """A micro-batch's share of the loss, and its metrics."""
+        config, mask = self._config, rows["loss_mask"]
+        log_probs = _given(outputs.log_probs, "log_probs")
+        columns = {name: value for name, value in rows.tensors().items() if name not in _PASSED_BY_NAME}
+        old = rows["old_log_probs"] if "old_log_probs" in rows else log_probs.detach()
+        losses, measures = resolve(config.policy_loss.loss_mode)(
+            log_probs=log_probs, old_log_probs=old, advantages=rows["advantages"], mask=mask, config=config, **columns
+        )
+        if "correction_weights" in rows:
+            losses = keep(losses, mask) * keep(rows["correction_weights"], mask).detach()
+        loss = self._share(losses, mask, counts, self._policy_agg)
+        # One name for the share of the policy term alone, whatever is added to the loss below.
+        metrics = {"actor/pg_loss": Metric(loss.detach(), how="sum")}
+        difference = log_ratio(log_probs.detach(), old, mask)
+        tokens = mask.sum()
+        metrics |= {name: Metric(_sum(value, mask), tokens) for name, value in measures.items()}
+        metrics["actor/ppo_kl"] = Metric(_sum(-difference, mask), tokens)
+        if config.entropy_coeff:
+            entropy = self._share(_given(outputs.entropy, "entropy"), mask, counts, config.loss_agg_mode)
+            loss = loss - config.entropy_coeff * entropy
+            metrics["actor/entropy"] = Metric(entropy.detach(), how="sum")
+        if config.use_kl_loss:
+            kl = self._share(self._kl(log_probs, rows, difference), mask, counts, config.loss_agg_mode)
+            loss = loss + config.kl_loss_coef * kl
+            metrics["actor/kl_loss"] = Metric(kl.detach(), how="sum")
+        return loss, metrics
+
+    def _kl(self, log_probs: Tensor, rows: Batch, difference: Tensor) -> Tensor:
+        mask = rows["loss_mask"]
+        return kl_estimate(
+            kind=self._config.kl_loss_type,
+            log_probs=keep(log_probs, mask),
+            ref_log_probs=keep(rows["ref_log_probs"], mask),
+            importance=difference.exp(),
+        )
+
+    def _share(self, losses: Tensor, mask: Tensor, counts: Counts, mode: str) -> Tensor:
+        return AGGREGATIONS[mode](losses=losses, mask=mask, counts=counts, scale=self._scale)
+
+
+class CriticLoss:
+    """Clipped squared error of the values; reads loss_mask, values (of the old critic) and returns."""
+
+    needs = frozenset({"values"})
+
+    def __init__(self, config: CriticConfig, *, max_response_length: int = 1) -> None:
+        """``max_response_length``: divisor of seq-mean-token-sum-norm.
+
+        Raises:
+            ConfigError: an unknown aggregation.
+        """
+        if config.loss_agg_mode not in AGGREGATIONS:
+            allowed = ", ".join(AGGREGATIONS)
+            raise ConfigError(f"critic.loss_agg_mode {config.loss_agg_mode!r} is unknown: use one of {allowed}")
+        self._config = config
+        self._scale = float(max_response_length)
+
+    def __call__(self, outputs: Outputs, rows: Batch, counts: Counts) -> tuple[Tensor, Mapping[str, Metric]]:
+        """A micro-batch's share of the loss, and its metrics."""
+        mask, values = rows["loss_mask"], _given(outputs.values, "values")
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        losses, clipped = clipped_value_loss(
+            values=values,
+            old_values=rows["values"],
+            returns=rows["returns"],
+            mask=mask,
+            cliprange=self._config.cliprange_value,
+        )
+        loss = AGGREGATIONS[self._config.loss_agg_mode](losses=losses, mask=mask, counts=counts, scale=self._scale)
+        tokens = mask.sum()
+        return loss, {
+            "critic/vf_loss": Metric(loss.detach(), how="sum"),
+            "critic/vf_clipfrac": Metric(_sum(clipped, mask), tokens),
+            "critic/vpred_mean": Metric(_sum(values, mask), tokens),
+        }
+
+
+_PASSED_BY_NAME = frozenset({"log_probs", "old_log_probs", "advantages", "mask", "config"})
+
+
+def _sum(values: Tensor, mask: Tensor) -> Tensor:
+    return masked_sum(values.detach().to(torch.promote_types(values.dtype, torch.float32)), mask)
+
+
+def _given(output: Any, name: str) -> Tensor:
+    if output is None:
+        raise EngineError(f"the loss needs {name} and the engine's Outputs have none")
+    return output
