@@ -1,0 +1,3 @@
+from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
+
+__all__ = ["ROLLOUT_ENGINES"]

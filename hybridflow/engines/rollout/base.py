@@ -25,10 +25,11 @@ class SamplingParams:
     """0 means greedy."""
     top_p: float = 1.0
     top_k: int = -1
-    """-1: off."""
+    """-1 or 0: off."""
     stop_token_ids: tuple[int, ...] = ()
-    """Every id that ends a response; it is part of the response."""
+    """Ids that end a response, besides the engine's own end tokens; the id is part of the response."""
     ignore_eos: bool = False
+    """Whether the response runs to ``max_tokens``: no id ends it, those of ``stop_token_ids`` neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +38,14 @@ class Request:
 
     request_id: str
     prompt_ids: Sequence[int]
-    """Prompt plus any tokens already sampled."""
+    """All tokens before the response (earlier turns included), unpadded; never any of ``sampled_ids``."""
     sampling: SamplingParams
     seed: int
-    """See ``request_seed``; in [0, 2**31)."""
+    """See ``request_seed``; in [0, 2**31). Where ``sampled_ids`` is given, the engine draws from a seed that it derives
+    from this one and their number, so that a continuation never repeats the noise of its first tokens."""
     sampled_ids: Sequence[int] = ()
-    """Tokens of an earlier, interrupted try; the engine continues after them and returns them in front."""
+    """Tokens of an earlier, interrupted try; the engine continues after them and returns them in front. They count
+    toward ``sampling.max_tokens``."""
     sampled_log_probs: Sequence[float] = ()
     sampled_versions: Sequence[int] = ()
 
@@ -55,7 +58,7 @@ class Completion:
     token_ids: tuple[int, ...]
     """As sampled, end token included."""
     log_probs: tuple[float, ...]
-    """Nats, of the (tempered, truncated) distribution actually sampled from, one per token."""
+    """Nats, of the (tempered, truncated) distribution actually sampled from, one per token. Greedy: at temperature 1."""
     versions: tuple[int, ...]
     """Weight version each token was sampled from."""
     finish_reason: FinishReason
@@ -114,7 +117,13 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self, level: int = 1) -> None:
-        """Releases KV cache (and at level 2 weights) where the backend can; a step raises until ``wake``."""
+        """Releases KV cache (and at level 2 weights) where the backend can; a step raises until ``wake``.
+
+        After level 2 the weights are gone: ``version`` is -1 until they are written again.
+
+        Raises:
+            StateError: while requests are waiting or running (finish or cancel them first).
+        """
         ...
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
