@@ -65,3 +65,33 @@ LR_SCHEDULES = ("constant", "linear", "cosine")
 SCHEDULE_UNITS = ("trainer_step", "optimizer_step")
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+OPTIMIZERS = ("AdamW", "Muon")
+ROLLOUT_MODES = ("sync", "async")
+LOAD_FORMATS = ("dummy", "auto", "safetensors", "hf", "dummy_dtensor", "dummy_hf", "dtensor")
+"""All mean the same: the generator's weights come from the actor."""
+VERIFY_MODES = ("first", "always", "never")
+GRADIENT_SYNC_ORDERS = ("pipeline_first", "data_first")
+SAVED_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+LOADED_CONTENTS = ("model", "optimizer", "extra")
+IS_LEVELS = ("token", "sequence")
+REJECTIONS = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+    "token",
+    "sequence",
+    "geometric",
+)
+BYPASS_LOSSES = ("ppo_clip", "reinforce")
+GUARD_ACTIONS = ("warn", "fallback", "stop")
+EXHAUSTED_ACTIONS = ("train", "skip", "error")
+POOL_ROLES = ("critic", "reference", "reward")
+"""Roles that may have a pool of their own; actor and rollout share the main one."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from hybridflow.config.choices import GRADIENT_SYNC_ORDERS, LOSS_AGG_MODES, TRAIN_STRATEGIES
+from hybridflow.config.constraints import NonNegativeFloat, OneOf, PositiveInt, Section, Within
 from hybridflow.config.model import CheckpointContentsConfig, FSDPConfig, ModelConfig, OptimConfig
 
 
@@ -18,12 +21,12 @@ class CriticModelConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CriticConfig:
+class CriticConfig(Section):
     """The critic in training."""
 
     enable: bool | None = None
     """None: on when the estimator needs values."""
-    strategy: str = "fsdp2"
+    strategy: Annotated[str, OneOf(TRAIN_STRATEGIES)] = "fsdp2"
     """Training engine."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     """Model."""
@@ -31,37 +34,35 @@ class CriticConfig:
     """Optimizer."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
-    ppo_mini_batch_size: int | None = None
+    ppo_mini_batch_size: PositiveInt | None = None
     """Prompts per optimizer step, global; None: the actor's."""
-    ppo_micro_batch_size: int | None = None
-    """Refused: use ``ppo_micro_batch_size_per_gpu``."""
-    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences per forward; None: by token budget."""
-    forward_micro_batch_size_per_gpu: int | None = None
+    forward_micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences per value forward; None: as in training."""
-    use_dynamic_bsz: bool = True
-    """Whether micro-batches are cut by tokens."""
-    ppo_max_token_len_per_gpu: int = 32768
+    use_dynamic_bsz: bool | None = None
+    """Whether micro-batches are cut by tokens; None: yes, unless ``ppo_micro_batch_size_per_gpu`` is given."""
+    ppo_max_token_len_per_gpu: PositiveInt = 32768
     """Tokens of a micro-batch per device."""
-    ppo_epochs: int | None = None
+    ppo_epochs: PositiveInt | None = None
     """Passes over the batch; None: the actor's."""
     shuffle: bool = False
     """Whether rows are shuffled (by group) before they are cut."""
-    cliprange_value: float = 0.5
+    cliprange_value: NonNegativeFloat = 0.5
     """Clip of the value loss."""
-    loss_agg_mode: str = "token-mean"
+    loss_agg_mode: Annotated[str, OneOf(LOSS_AGG_MODES)] = "token-mean"
     """How per-token losses become one number."""
     grad_clip: float = 1.0
     """Maximum global gradient norm."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: PositiveInt = 1
     """Tensor-parallel ranks."""
-    pipeline_parallel_size: int = 1
+    pipeline_parallel_size: PositiveInt = 1
     """Pipeline stages."""
-    ulysses_sequence_parallel_size: int = 1
+    ulysses_sequence_parallel_size: PositiveInt = 1
     """Ulysses ranks."""
-    zero_stage: int | None = None
+    zero_stage: Annotated[int, Within(low=0, high=3)] | None = None
     """0 to 3; None: from ``fsdp``."""
-    gradient_sync_order: str = "pipeline_first"
+    gradient_sync_order: Annotated[str, OneOf(GRADIENT_SYNC_ORDERS)] = "pipeline_first"
     """See the actor's."""
     checkpoint: CheckpointContentsConfig = field(default_factory=CheckpointContentsConfig)
     """What is saved."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from hybridflow.config.choices import TRUNCATIONS
+from hybridflow.config.constraints import CountOrAll, NonNegativeInt, OneOf, Only, PositiveInt, Section
 
 BUILTIN_TASK = "builtin:arithmetic"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CustomClassConfig:
+class CustomClassConfig(Section):
     """The user's own class or function in a file of theirs."""
 
     path: str | None = None
@@ -20,7 +23,7 @@ class CustomClassConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
+class DataConfig(Section):
     """Prompt sources, lengths and batch sizes."""
 
     train_files: tuple[str, ...] = (BUILTIN_TASK,)
@@ -31,41 +34,41 @@ class DataConfig:
     """Column of the prompt: text, or a chat list of ``{role, content}``."""
     reward_fn_key: str = "data_source"
     """Column that names the scorer."""
-    max_prompt_length: int = 16
+    max_prompt_length: PositiveInt = 16
     """Tokens of a prompt at most."""
-    max_response_length: int = 8
+    max_response_length: PositiveInt = 8
     """Tokens of a response at most."""
-    train_batch_size: int = 64
+    train_batch_size: PositiveInt = 64
     """Prompts per trainer step, global, before ``rollout.n``."""
-    val_batch_size: int | None = None
+    val_batch_size: PositiveInt | None = None
     """Prompts per validation round, global; None: all at once."""
-    gen_batch_size: int | None = None
+    gen_batch_size: PositiveInt | None = None
     """Prompts per round of dynamic sampling; None: ``train_batch_size``."""
     shuffle: bool = True
     """Whether the order of training prompts is drawn anew each epoch."""
     seed: int | None = None
     """Seed of that order; None: ``trainer.seed``."""
-    truncation: str = "error"
+    truncation: Annotated[str, OneOf(TRUNCATIONS)] = "error"
     """What happens to a prompt over ``max_prompt_length``: error, left, right, middle."""
     filter_overlong_prompts: bool = False
     """Whether over-long prompts are dropped (and counted) before training."""
-    filter_overlong_prompts_workers: int = 1
+    filter_overlong_prompts_workers: PositiveInt = 1
     """Processes of that filter."""
-    train_max_samples: int = -1
+    train_max_samples: CountOrAll = -1
     """First rows of the training set that are used; -1: all."""
-    val_max_samples: int = -1
+    val_max_samples: CountOrAll = -1
     """First rows of the validation set that are used; -1: all."""
-    return_raw_chat: bool = True
-    """Accepted for verl's scripts: the raw chat always travels with the row."""
+    return_raw_chat: Annotated[bool, Only(True, "the raw chat always travels with the row")] = True
+    """Kept for existing scripts: the raw chat always travels with the row."""
     trust_remote_code: bool = False
     """Whether tokenizers may run code from their folder."""
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments of ``apply_chat_template``."""
-    generated_size: int = 2048
+    generated_size: PositiveInt = 2048
     """Rows drawn for a generated training source."""
-    generated_val_size: int = 256
+    generated_val_size: PositiveInt = 256
     """Rows drawn for a generated validation source (held out from training)."""
-    dataloader_num_workers: int = 0
+    dataloader_num_workers: NonNegativeInt = 0
     """Threads that tokenise ahead."""
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
     """The user's own dataset class."""

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from hybridflow.config.choices import LOADED_CONTENTS, LR_SCHEDULES, OPTIMIZERS, SAVED_CONTENTS, SCHEDULE_UNITS
+from hybridflow.config.constraints import (
+    CountOrAll,
+    DType,
+    Momentum,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OneOf,
+    Only,
+    PositiveFloat,
+    Section,
+    Share,
+    Within,
+)
 
 from hybridflow.config.data import BUILTIN_TASK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
+class ModelConfig(Section):
     """A Hugging Face model folder and how it is run."""
 
     path: str = BUILTIN_TASK
@@ -21,15 +36,15 @@ class ModelConfig:
     """Whether model files may bring code."""
     override_config: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the HF config that are replaced at load."""
-    use_remove_padding: bool = True
-    """Accepted for verl's scripts: rows are always packed. False is refused."""
+    use_remove_padding: Annotated[bool, Only(True, "rows are always packed")] = True
+    """Kept for existing scripts: rows are always packed."""
     enable_gradient_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass."""
     enable_activation_offload: bool = False
     """Whether saved activations wait in host memory."""
-    lora_rank: int = 0
+    lora_rank: NonNegativeInt = 0
     """Rank of LoRA adapters; 0: train all weights."""
-    lora_alpha: float = 16.0
+    lora_alpha: PositiveFloat = 16.0
     """LoRA scale numerator."""
     use_rslora: bool = False
     """Whether the LoRA scale divides by sqrt(rank) in place of rank."""
@@ -44,50 +59,50 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimConfig:
+class OptimConfig(Section):
     """Optimizer and learning-rate schedule."""
 
-    lr: float = 1e-6
+    lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
-    optimizer: str = "AdamW"
+    optimizer: Annotated[str, OneOf(OPTIMIZERS, open=True)] = "AdamW"
     """``AdamW``, ``Muon``, or a dotted path of a torch optimizer class."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     """Adam moments' decay."""
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """Adam's denominator term."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay; norms and biases are left out."""
-    lr_warmup_steps: int = -1
+    lr_warmup_steps: Annotated[int, Within(low=-1)] = -1
     """Warm-up length in schedule units; -1: from the ratio."""
-    lr_warmup_steps_ratio: float = 0.0
+    lr_warmup_steps_ratio: Share = 0.0
     """Warm-up as a share of all steps."""
-    lr_scheduler_type: str = "constant"
+    lr_scheduler_type: Annotated[str, OneOf(LR_SCHEDULES)] = "constant"
     """constant, linear or cosine, after the warm-up."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Share = 0.0
     """Floor of the decay as a share of ``lr``."""
-    schedule_unit: str = "trainer_step"
+    schedule_unit: Annotated[str, OneOf(SCHEDULE_UNITS)] = "trainer_step"
     """What advances the schedule: trainer_step (as verl) or optimizer_step."""
     override_optimizer_config: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer class."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MixedPrecisionConfig:
+class MixedPrecisionConfig(Section):
     """Dtypes of FSDP's mixed precision."""
 
-    param_dtype: str = "fp32"
+    param_dtype: DType = "fp32"
     """Dtype of forward and backward."""
-    reduce_dtype: str = "fp32"
+    reduce_dtype: DType = "fp32"
     """Dtype of gradient reduction."""
-    buffer_dtype: str = "fp32"
+    buffer_dtype: DType = "fp32"
     """Dtype of buffers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FSDPConfig:
+class FSDPConfig(Section):
     """Sharding of a training engine."""
 
-    fsdp_size: int = -1
+    fsdp_size: CountOrAll = -1
     """Ranks of a shard group; -1: all data-parallel ranks; less: HSDP (replicas of shard groups)."""
     reshard_after_forward: bool = True
     """ZeRO-3 when True, ZeRO-2 when False."""
@@ -99,27 +114,25 @@ class FSDPConfig:
     """FSDP2's CPUOffloadPolicy."""
     forward_prefetch: bool = False
     """Whether the next layer is gathered during the current one."""
-    model_dtype: str = "fp32"
+    model_dtype: DType = "fp32"
     """Dtype of the master weights."""
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
     """Compute, reduction and buffer dtypes."""
-    ulysses_sequence_parallel_size: int | None = None
-    """The same as the role's ``ulysses_sequence_parallel_size``; given in one of both places."""
     entropy_from_logits_with_chunking: bool = True
-    """Accepted for verl's scripts: entropy is always computed in chunks when it pays."""
+    """Kept for existing scripts: entropy is always computed in chunks when it pays."""
     entropy_checkpointing: bool = False
-    """Accepted for verl's scripts: the closed-form gradient needs no stored logits."""
+    """Kept for existing scripts: the closed-form gradient needs no stored logits."""
     use_orig_params: bool = True
-    """Accepted for verl's scripts: FSDP2 always keeps the original parameters."""
+    """Kept for existing scripts: FSDP2 always keeps the original parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointContentsConfig:
+class CheckpointContentsConfig(Section):
     """What a role's checkpoint holds."""
 
-    save_contents: tuple[str, ...] = ("model", "optimizer", "extra")
+    save_contents: tuple[Annotated[str, OneOf(SAVED_CONTENTS)], ...] = ("model", "optimizer", "extra")
     """Of: model, optimizer, extra, hf_model."""
-    load_contents: tuple[str, ...] = ("model", "optimizer", "extra")
+    load_contents: tuple[Annotated[str, OneOf(LOADED_CONTENTS)], ...] = ("model", "optimizer", "extra")
     """Of: model, optimizer, extra."""
     async_save: bool = False
     """Whether writing overlaps the next step."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridflow.config.constraints import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
 from hybridflow.config.data import CustomClassConfig
 from hybridflow.config.model import FSDPConfig, ModelConfig
 
@@ -21,21 +22,21 @@ class RewardFunctionConfig(CustomClassConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OverlongConfig:
+class OverlongConfig(Section):
     """Soft penalty for responses that come near the length limit (DAPO)."""
 
     enable: bool = False
     """Whether it applies."""
-    len: int = 0
+    len: NonNegativeInt = 0
     """Tokens of the buffer before the limit in which the penalty grows."""
-    penalty_factor: float = 1.0
+    penalty_factor: NonNegativeFloat = 1.0
     """Penalty at the limit."""
     log: bool = False
     """Whether the penalty is a metric."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RewardModelConfig:
+class RewardModelConfig(Section):
     """A trained reward model, used beside or in place of the function."""
 
     enable: bool = False
@@ -44,23 +45,23 @@ class RewardModelConfig:
     """Its weights."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
-    micro_batch_size_per_gpu: int | None = None
+    micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences per forward; None: by token budget."""
-    max_token_len_per_gpu: int = 32768
+    max_token_len_per_gpu: PositiveInt = 32768
     """Tokens of a micro-batch per device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RewardConfig:
+class RewardConfig(Section):
     """Reward functions, their deadline and what a failure means."""
 
     custom_reward_function: RewardFunctionConfig = field(default_factory=RewardFunctionConfig)
     """The user's own function; without one, the scorer of the row's data source."""
-    num_workers: int = 1
+    num_workers: PositiveInt = 1
     """Processes that run reward functions."""
-    timeout_s: float = 30.0
+    timeout_s: PositiveFloat = 30.0
     """Deadline of one call; a later answer marks the sample invalid."""
-    max_failed_share: float = 0.5
+    max_failed_share: Share = 0.5
     """Share of failed samples in a step above which the run stops."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """Length penalty."""

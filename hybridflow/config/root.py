@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hybridflow.config.actor import ActorRolloutRefConfig
 from hybridflow.config.algorithm import AlgorithmConfig
+from hybridflow.config.constraints import Section
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.config.reward import RewardConfig
@@ -16,7 +17,7 @@ VALUE_ESTIMATORS = frozenset({"gae"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PPOConfig:
+class PPOConfig(Section):
     """Root of the tree; every leaf's key is its dotted path from here."""
 
     data: DataConfig = field(default_factory=DataConfig)

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from hybridflow.config.choices import CONTROLLERS, DEVICES, POOL_ROLES, RESUME_MODES, TRACKERS
+from hybridflow.config.constraints import CountOrAll, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Section, check_fields
+from hybridflow.config.problems import Problem, show
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimeoutsConfig:
+class TimeoutsConfig(Section):
     """Deadlines in seconds; each error names the phase and who was waited for."""
 
-    start_s: float = 300.0
+    start_s: PositiveFloat = 300.0
     """Creation of workers and loading of models."""
-    generate_s: float = 3600.0
+    generate_s: PositiveFloat = 3600.0
     """One generation phase."""
-    train_s: float = 3600.0
+    train_s: PositiveFloat = 3600.0
     """One update or forward phase."""
-    reward_s: float = 1800.0
+    reward_s: PositiveFloat = 1800.0
     """One scoring phase."""
-    publish_s: float = 600.0
+    publish_s: PositiveFloat = 600.0
     """One weight transfer."""
-    save_s: float = 1800.0
+    save_s: PositiveFloat = 1800.0
     """One checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PoolConfig:
+class PoolConfig(Section):
     """A resource pool of its own for some roles."""
 
-    slots: tuple[int, ...] = (1,)
+    slots: tuple[PositiveInt, ...] = (1,)
     """Slots per node."""
-    roles: tuple[str, ...] = ()
+    roles: tuple[Annotated[str, OneOf(POOL_ROLES)], ...] = ()
     """Roles hosted there: critic, reference, reward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerConfig:
+class TrainerConfig(Section):
     """Length, cadence, devices, outputs."""
 
     project_name: str = "hybridflow"
@@ -44,48 +48,48 @@ class TrainerConfig:
     experiment_name: str = "grpo_arithmetic"
     """Run of the trackers."""
     default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
-    """Folder of all outputs."""
-    logger: tuple[str, ...] = ("console", "jsonl")
+    """Folder of all outputs; the two names in it are filled in."""
+    logger: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ("console", "jsonl")
     """Trackers."""
-    seed: int = 1
+    seed: NonNegativeInt = 1
     """The one seed of the run."""
-    total_epochs: int = 1
+    total_epochs: PositiveInt = 1
     """Passes over the training prompts."""
-    total_training_steps: int | None = None
+    total_training_steps: PositiveInt | None = None
     """Trainer steps; None: from the epochs."""
-    save_freq: int = -1
+    save_freq: CountOrAll = -1
     """Trainer steps between checkpoints (the last step always saves); -1: none."""
-    test_freq: int = -1
+    test_freq: CountOrAll = -1
     """Trainer steps between validations; -1: none but before and after."""
     val_before_train: bool = True
     """Whether validation runs first."""
     val_only: bool = False
     """Whether the run ends after that."""
-    critic_warmup: int = 0
+    critic_warmup: NonNegativeInt = 0
     """Trainer steps in which only the critic learns."""
     balance_batch: bool = True
     """Whether rows are balanced over ranks by their cost."""
-    nnodes: int = 1
+    nnodes: PositiveInt = 1
     """Nodes."""
-    n_gpus_per_node: int = 1
+    n_gpus_per_node: PositiveInt = 1
     """Slots per node: GPUs, or logical slots on CPU."""
-    device: str = "auto"
+    device: Annotated[str, OneOf(DEVICES)] = "auto"
     """auto, cpu or cuda."""
-    controller: str = "ray"
+    controller: Annotated[str, OneOf(CONTROLLERS)] = "ray"
     """ray, or local (the same workers without Ray)."""
     pools: Mapping[str, PoolConfig] = field(default_factory=dict)
     """Further pools; roles not named there share the main one."""
-    threads_per_worker: int | None = None
+    threads_per_worker: PositiveInt | None = None
     """Threads of a worker on CPU; None: cores / slots."""
-    resume_mode: str = "auto"
+    resume_mode: Annotated[str, OneOf(RESUME_MODES)] = "auto"
     """auto, disable or resume_path."""
     resume_from_path: str | None = None
     """resume_path: a ``global_step_N`` folder."""
-    max_actor_ckpt_to_keep: int | None = None
+    max_actor_ckpt_to_keep: PositiveInt | None = None
     """Checkpoints kept; None: all."""
-    max_critic_ckpt_to_keep: int | None = None
+    max_critic_ckpt_to_keep: PositiveInt | None = None
     """The same for the critic; must equal the actor's (one folder holds both)."""
-    log_val_generations: int = 0
+    log_val_generations: NonNegativeInt = 0
     """Validation samples handed to the trackers."""
     rollout_data_dir: str | None = None
     """Folder of ``step_N.jsonl`` with every training sample; None: not written."""
@@ -97,12 +101,39 @@ class TrainerConfig:
     """Whether to validate, print the plan and end."""
     strict: bool = False
     """dry_run: whether what this machine lacks is fatal too."""
-    profile_steps: tuple[int, ...] = ()
+    profile_steps: tuple[PositiveInt, ...] = ()
     """Steps recorded by the profiler."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._faults())
+        # The default folder is named after the run, also where no YAML interpolation has been at work.
+        folder = self.default_local_dir
+        for name in ("project_name", "experiment_name"):
+            folder = folder.replace(f"${{trainer.{name}}}", getattr(self, name))
+        object.__setattr__(self, "default_local_dir", folder)
+
+    def _faults(self) -> Iterator[Problem]:
+        if self.resume_mode == "resume_path" and self.resume_from_path is None:
+            fix = "Give trainer.resume_from_path=.../global_step_N, or trainer.resume_mode=auto."
+            yield Problem(key="resume_mode", given="resume_path", text="needs trainer.resume_from_path", fix=fix)
+        if self.resume_mode != "resume_path" and self.resume_from_path is not None:
+            text = f"is not read while trainer.resume_mode={self.resume_mode}"
+            fix = "Set trainer.resume_mode=resume_path."
+            yield Problem(key="resume_from_path", given=self.resume_from_path, text=text, fix=fix)
+        if self.val_only and not self.val_before_train:
+            text = "leaves nothing to do together with trainer.val_before_train=False"
+            yield Problem(key="val_only", given="True", text=text, fix="Set trainer.val_before_train=True.")
+        if len(set(self.logger)) < len(self.logger):
+            yield Problem(key="logger", given=show(self.logger), text="names a tracker twice", fix="Name each once.")
+        keep = {self.max_actor_ckpt_to_keep, self.max_critic_ckpt_to_keep}
+        if self.max_critic_ckpt_to_keep is not None and len(keep) > 1:
+            text = f"must equal trainer.max_actor_ckpt_to_keep={show(self.max_actor_ckpt_to_keep)}: one folder holds both"
+            fix = "Give both the same number, or leave out the critic's."
+            yield Problem(key="max_critic_ckpt_to_keep", given=show(self.max_critic_ckpt_to_keep), text=text, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RayConfig:
+class RayConfig(Section):
     """Arguments handed to Ray (``ray_kwargs.*``)."""
 
     ray_init: Mapping[str, Any] = field(default_factory=dict)
