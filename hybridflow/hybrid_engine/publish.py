@@ -1,0 +1,263 @@
+"""The way of a new weight version from trainer to generator: one call, all ranks, all or nothing.
+
+    agree on version and layouts -> (first time) gather boxes, check, plan -> move -> checksums -> tell the generator
+
+Checks come before the first byte is written: a parameter that is missing, extra or mis-shaped anywhere raises on every
+rank and the generator keeps its version. Once bytes move, a failure on any rank is learnt by all; then every generator
+is told that it holds ``NO_VERSION`` (a step raises StateError) until the next publish, which starts from scratch and so
+succeeds whatever the failed one left behind. The generator never samples from a mixture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.engines.rollout.base import EngineParameters
+from hybridflow.engines.train.base import Shard
+from hybridflow.hybrid_engine.boxes import Box
+from hybridflow.hybrid_engine.match import Block, match
+from hybridflow.hybrid_engine.plan import RankPlan, Slice, ideal_bytes, plan_rank
+from hybridflow.hybrid_engine.transport import Transport
+from hybridflow.hybrid_engine.verify import checksums, differences
+from hybridflow.utils.errors import EngineError
+
+NO_VERSION = -1
+"""What a generator holds before the first publish and after a failed one."""
+
+Metrics = dict[str, float]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What is kept between publishes while layouts stay the same on every rank."""
+
+    digests: tuple[str, ...]
+    slices: tuple[Slice, ...]
+    plan: RankPlan
+    transport: Transport
+
+
+class Publisher:
+    """Moves the trainer's weights into the generator's storage. One per rank; every method is collective.
+
+    A rank may have only one side (no shards: it only generates; no parts: it only trains), so the same class serves
+    colocated and separate devices of one process group.
+
+    Args:
+        engine_shards: this rank's training blocks, read anew at every publish.
+        parameters: this rank's generation storage, read anew at every publish.
+        written: told the version once the storage holds it (``RolloutEngine.weights_written``).
+        group: ranks that take part; None: the default group when torch.distributed is up, else this process alone.
+        rollout_dtype: dtype that the generator is expected to store (float32 parts are allowed beside it); None: any.
+        bucket_bytes: size of a transfer bucket; at most two exist at a time.
+        tied: other names of parameters: alias -> name; either side may use either.
+        verify: when checksums of both sides are compared: ``first``, ``always`` or ``never``.
+        ranks_per_node: ranks of one machine, consecutive; replicated slices come from inside it.
+    """
+
+    def __init__(
+        self,
+        engine_shards: Callable[[], Sequence[Shard]],
+        parameters: Callable[[], EngineParameters],
+        written: Callable[[int], None],
+        *,
+        group: dist.ProcessGroup | None = None,
+        rollout_dtype: torch.dtype | None = None,
+        bucket_bytes: int = 64 << 20,
+        tied: Mapping[str, str] | None = None,
+        verify: str = "first",
+        ranks_per_node: int | None = None,
+    ) -> None:
+        if verify not in ("first", "always", "never"):
+            raise EngineError(f"verify={verify!r} is unknown: use first, always or never")
+        self._engine_shards = engine_shards
+        self._parameters = parameters
+        self._written = written
+        self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
+        self._rank = dist.get_rank(self._group) if self._group is not None else 0
+        self._world = dist.get_world_size(self._group) if self._group is not None else 1
+        if self._world == 1:
+            self._group = None
+        self._rollout_dtype = rollout_dtype
+        self._bucket_bytes = bucket_bytes
+        self._tied = dict(tied or {})
+        self._verify = verify
+        self._ranks_per_node = ranks_per_node
+        self._ready: _Ready | None = None
+        self._verified = False
+        self.version = NO_VERSION
+        """Version that the generator holds for sure."""
+
+    @property
+    def plan(self) -> RankPlan | None:
+        """This rank's plan; None before the first publish."""
+        return self._ready.plan if self._ready else None
+
+    @torch.no_grad()
+    def publish(self, version: int) -> Metrics:
+        """On return every generator holds ``version`` and was told so. Collective.
+
+        Returns:
+            Of this rank: ``publish/bytes`` received, ``publish/sent_bytes``, ``publish/local_bytes`` copied in place,
+            ``publish/bound_bytes`` (least that this rank can receive, given its shards), ``publish/ratio_to_bound``,
+            ``publish/ideal_bytes`` (least over all training layouts), ``publish/peak_extra_bytes`` (buckets),
+            ``publish/rounds``, ``publish/messages``, ``publish/seconds`` and its parts ``publish/plan_seconds``,
+            ``publish/move_seconds``, ``publish/verify_seconds``.
+
+        Raises:
+            EngineError: with every missing, extra or mis-shaped parameter (nothing was written); or with the rank and
+                the reason of a failure midway (the generator then holds no version until the next publish).
+        """
+        started = time.perf_counter()
+        side = self._agree(version)
+        ready = self._prepare(side)
+        planned = time.perf_counter()
+        sources = {self._source_name(shard.name): shard.local for shard in side.shards}
+        targets = _targets(ready.slices, side.parts, self._source_name)
+        self.version = NO_VERSION
+        moved = self._together("moving weights", lambda: ready.transport.run(sources, targets))
+        arrived = time.perf_counter()
+        if self._verify == "always" or (self._verify == "first" and not self._verified):
+            self._compare(ready, sources, targets)
+            self._verified = True
+        verified = time.perf_counter()
+        self._together("telling the generator its version", lambda: self._written(version))
+        self.version = version
+        bound = ready.plan.bound_bytes
+        return {
+            "publish/bytes": float(moved.received_bytes),
+            "publish/sent_bytes": float(moved.sent_bytes),
+            "publish/local_bytes": float(moved.local_bytes),
+            "publish/bound_bytes": float(bound),
+            "publish/ratio_to_bound": moved.received_bytes / bound if bound else 1.0,
+            "publish/ideal_bytes": float(ideal_bytes(ready.slices, self._rank)),
+            "publish/peak_extra_bytes": float(moved.bucket_bytes),
+            "publish/rounds": float(moved.rounds),
+            "publish/messages": float(moved.messages),
+            "publish/seconds": time.perf_counter() - started,
+            "publish/plan_seconds": planned - started,
+            "publish/move_seconds": arrived - planned,
+            "publish/verify_seconds": verified - arrived,
+        }
+
+    def _agree(self, version: int) -> _Side:
+        """Both sides of this rank; raises on all ranks when one cannot take part or means another version."""
+        side, failure, cause = _Side((), EngineParameters(()), (), ()), "", None
+        try:
+            side = _side(self._engine_shards(), self._parameters())
+        except Exception as error:  # noqa: BLE001 - raised below on all ranks: a rank that left would keep the others waiting
+            failure, cause = f"{type(error).__name__}: {error}", error
+        said = self._gather((version, side.digest(), failure))
+        failed = [f"rank {rank}: {reason}" for rank, (_, _, reason) in enumerate(said) if reason]
+        if failed:
+            raise EngineError("publish cannot start; nothing was written\n" + "\n".join(failed)) from cause
+        versions = {rank: other for rank, (other, _, _) in enumerate(said)}
+        if len(set(versions.values())) > 1:
+            raise EngineError(f"publish was called with different versions by rank: {versions}; nothing was written")
+        return replace(side, digests=tuple(digest for _, digest, _ in said))
+
+    def _prepare(self, side: _Side) -> _Ready:
+        """The checked plan for these layouts; the kept one while nothing changed on any rank."""
+        if self._ready is not None and self._ready.digests == side.digests:
+            return self._ready
+        everyone = self._gather((side.owned, side.held))
+        slices = match(
+            [owned for owned, _ in everyone], [held for _, held in everyone], tied=self._tied, dtype=self._rollout_dtype
+        )
+        plan = plan_rank(slices, self._rank, ranks_per_node=self._ranks_per_node)
+        device = side.parts.parts[0].view.device if side.parts.parts else torch.device("cpu")
+        transport = Transport(plan, slices, group=self._group, bucket_bytes=self._bucket_bytes, device=device)
+        self._ready = _Ready(side.digests, tuple(slices), plan, transport)
+        return self._ready
+
+    def _compare(self, ready: _Ready, sources: Mapping[str, Tensor], targets: Sequence[Tensor | None]) -> None:
+        """Raises on all ranks when a generator's block differs from the trainer's. Collective."""
+        sums = self._together("computing checksums", lambda: checksums(ready.slices, sources, targets, rank=self._rank))
+        differing = differences(ready.slices, sums, rank=self._rank, group=self._group)
+
+        def judge() -> None:
+            if differing:
+                raise EngineError("the generator does not hold what the trainer owns:\n" + "\n".join(differing))
+
+        self._together("comparing checksums", judge)
+
+    def _together(self, doing: str, action: Callable[[], T]) -> T:
+        """The result of ``action``, once every rank has succeeded in it; else every generator holds no version."""
+        result, failure, cause = None, "", None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 - raised below on all ranks, after the generators were told
+            failure, cause = f"{type(error).__name__}: {error}", error
+        failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._gather(failure)) if reason]
+        if not failed:
+            return cast(T, result)
+        self._written(NO_VERSION)
+        raise EngineError(
+            f"publish failed while {doing}; the generators hold no version until the next publish\n" + "\n".join(failed)
+        ) from cause
+
+    def _gather(self, own: T) -> list[T]:
+        """``own`` of every rank. Collective."""
+        if self._group is None:
+            return [own]
+        found: list[T] = [own] * self._world
+        dist.all_gather_object(found, own, group=self._group)
+        return found
+
+    def _source_name(self, name: str) -> str:
+        """The one name of a tied parameter."""
+        return self._tied.get(name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """This rank's tensors, and what it tells the others about them."""
+
+    shards: Sequence[Shard]
+    parts: EngineParameters
+    owned: tuple[Block, ...]
+    held: tuple[Block, ...]
+    digests: tuple[str, ...] = ()
+    """Digest of every rank's blocks."""
+
+    def digest(self) -> str:
+        """A hash of this rank's layout."""
+        return hashlib.sha256(repr((self.owned, self.held)).encode()).hexdigest()
+
+
+def _side(shards: Sequence[Shard], parts: EngineParameters) -> _Side:
+    """This rank's two sides."""
+    return _Side(
+        shards,
+        parts,
+        tuple(_block(shard.name, shard.box, shard.shape, shard.local) for shard in shards),
+        tuple(_block(part.hf_name, part.hf_box, part.hf_shape, part.view) for part in parts.parts),
+    )
+
+
+def _block(name: str, box: Box, shape: Sequence[int], stored: Tensor) -> Block:
+    """What the others need to know of one tensor."""
+    plain_box = tuple((int(low), int(high)) for low, high in box)
+    dtype = str(stored.dtype).removeprefix("torch.")
+    return Block(name, plain_box, tuple(int(n) for n in shape), tuple(stored.shape), dtype, stored.element_size())
+
+
+def _targets(slices: Sequence[Slice], parts: EngineParameters, canonical: Callable[[str], str]) -> list[Tensor | None]:
+    """This rank's storage by slice index."""
+    taken: Counter[str] = Counter()
+    found: dict[tuple[str, int], Tensor] = {}
+    for part in parts.parts:
+        name = canonical(part.hf_name)
+        found[name, taken[name]] = part.view
+        taken[name] += 1
+    return [found.get((piece.name, piece.slot)) for piece in slices]
