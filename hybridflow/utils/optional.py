@@ -6,7 +6,12 @@ Heavy things (engines, workers, trackers) and the user's own functions are named
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 from hybridflow.utils.errors import ConfigError
@@ -33,3 +38,36 @@ def load(target: str) -> Any:
             raise ConfigError(f"{target!r} cannot be imported: {module_name!r} has no attribute {attribute!r}")
         found = getattr(found, part)
     return found
+
+
+def load_from_file(path: str, name: str) -> Any:
+    """The object called ``name`` in the user's Python file ``path``, which runs once however often this is asked.
+
+    The module gets a name of its own, so a file called ``math.py`` shadows nothing; its folder goes to the *end* of the
+    import path, so that it may import its neighbours.
+
+    Raises:
+        ConfigError: no such file, or no such name in it. What the file itself raises propagates.
+    """
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ConfigError(f"{path!r} is no file (looked for {file})")
+    module_name = f"hybridflow_user_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}"
+    if module_name not in sys.modules:
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))
+        loader = importlib.machinery.SourceFileLoader(module_name, str(file))
+        spec = importlib.util.spec_from_loader(module_name, loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    found = vars(sys.modules[module_name])
+    if name not in found:
+        names = ", ".join(sorted(key for key, value in found.items() if callable(value) and not key.startswith("_")))
+        raise ConfigError(f"{path!r} has no {name!r}; it has {names or 'nothing that can be called'}")
+    return found[name]
