@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.config.choices import TRACKERS as CHOICES
+from hybridflow.trainer import tracking
+from hybridflow.trainer.tracking import (
+    TRACKERS,
+    CompositeTracker,
+    JsonlTracker,
+    RunInfo,
+    build_trackers,
+    clean_name,
+    plain_metrics,
+)
+from hybridflow.utils.errors import ConfigError
+
+
+def info(folder, total_steps=5):
+    return RunInfo(project="p", experiment="e", folder=folder, config={"lr": 1e-6}, total_steps=total_steps)
+
+
+def lines(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+class Recorder:
+    def __init__(self, fails=False):
+        self.fails = fails
+        self.seen = []
+
+    def log(self, step, metrics):
+        if self.fails:
+            raise OSError("the server is gone")
+        self.seen.append((step, dict(metrics)))
+
+    def log_samples(self, step, samples):
+        self.seen.append((step, list(samples)))
+
+    def finish(self):
+        self.seen.append("finished")
+
+
+def test_the_registry_is_what_the_config_allows():
+    assert tuple(TRACKERS) == CHOICES
+
+
+@pytest.mark.parametrize(
+    ("given", "cleaned"),
+    [
+        ("val/acc/best@4/mean", "val/acc/best_at_4/mean"),
+        ("a  b", "a_b"),
+        ("/x//y///z/", "x/y/z"),
+        ("loss (mean)", "loss_mean_"),
+        ("längd", "l_ngd"),
+        ("", "unnamed"),
+        ("timing_s/old_log_prob", "timing_s/old_log_prob"),
+    ],
+)
+def test_a_name_is_cleaned_to_what_every_backend_takes(given, cleaned):
+    assert clean_name(given) == cleaned
+    assert clean_name(cleaned) == cleaned
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (True, {"m": 1}),
+        (3, {"m": 3}),
+        (np.float32(0.5), {"m": 0.5}),
+        (np.bool_(True), {"m": 1}),
+        (np.array([2.0]), {"m": 2.0}),
+        (np.array([[7]]), {"m": 7}),
+        (torch.tensor(1.5), {"m": 1.5}),
+        (torch.tensor([4]), {"m": 4}),
+        ([1.0, 2.0, 6.0], {"m/mean": 3.0, "m/min": 1.0, "m/max": 6.0}),
+        ([[1], [3]], {"m/mean": 2.0, "m/min": 1, "m/max": 3}),
+        ([np.float64(1), torch.tensor(3.0)], {"m/mean": 2.0, "m/min": 1.0, "m/max": 3.0}),
+        ([], {}),
+        ([[]], {}),
+        (np.zeros(0), {}),
+        (None, {}),
+        ("grpo", {"m": "grpo"}),
+        (["a", "b"], {"m": "['a', 'b']"}),
+        ({"x": 1, "y": {"z": 2}}, {"m/x": 1, "m/y/z": 2}),
+    ],
+)
+def test_a_value_of_any_kind_becomes_plain_numbers_or_text(value, plain):
+    found = plain_metrics({"m": value})
+    assert found == plain
+    assert all(type(v) in (int, float, str) for v in found.values())
+
+
+def test_a_nan_stays_visible_alone_and_in_a_list():
+    assert math.isnan(plain_metrics({"m": float("nan")})["m"])
+    spread = plain_metrics({"m": [1.0, float("nan"), 0.0]})
+    assert all(math.isnan(value) for value in spread.values())
+
+
+def test_two_names_that_become_equal_both_stay():
+    assert plain_metrics({"a b": 1, "a_b": 2, "a/b": 3}) == {"a_b": 1, "a_b_2": 2, "a/b": 3}
+
+
+def test_a_destination_that_fails_warns_once_and_the_others_go_on(caplog):
+    good = Recorder()
+    both = CompositeTracker({"bad": Recorder(fails=True), "good": good})
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3):
+            both.log(step, {"reward": 0.5})
+        both.finish()
+    assert [entry[0] for entry in good.seen[:3]] == [1, 2, 3]
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("the server is gone" in message for message in messages) == 1
+    assert "tracker bad lost 3 calls" in messages
+
+
+def test_finish_closes_each_destination_once():
+    inner = Recorder()
+    composite = CompositeTracker({"x": inner})
+    composite.finish()
+    composite.finish()
+    assert inner.seen == ["finished"]
+
+
+def test_an_unknown_tracker_is_refused_with_the_allowed_names(tmp_path):
+    with pytest.raises(ConfigError, match="'wandbb'; allowed: console, jsonl"):
+        build_trackers(["wandbb"], project="p", experiment="e", folder=tmp_path, config={}, total_steps=1)
+
+
+def test_a_tracker_whose_package_is_missing_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", "not_installed_anywhere:Tracker")
+    with pytest.raises(ConfigError, match="not_installed_anywhere"):
+        build_trackers(["wandb"], project="p", experiment="e", folder=tmp_path, config={}, total_steps=1)
+
+
+def test_a_tracker_that_cannot_start_is_left_out_and_the_run_goes_on(tmp_path, caplog):
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    trackers = build_trackers(
+        ["tensorboard", "jsonl"], project="p", experiment="e", folder=tmp_path, config={}, total_steps=1
+    )
+    trackers.log(1, {"reward": 1.0})
+    assert lines(tmp_path) == [{"step": 1, "reward": 1.0}]
+    assert "tracker tensorboard cannot start" in caplog.text
+
+
+def test_jsonl_holds_one_valid_json_object_a_step(tmp_path):
+    tracker = JsonlTracker(info(tmp_path))
+    tracker.log(0, {"val": 0.25})
+    tracker.log(1, {"loss": float("nan"), "grad": float("inf"), "reward": 0.5})
+    tracker.log(1, {"val": 0.3})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    strict = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    assert strict == [
+        {"step": 0, "val": 0.25},
+        {"step": 1, "loss": None, "grad": None, "reward": 0.5, "val": 0.3},
+    ]
+
+
+def test_a_resumed_run_appends_without_duplicate_or_torn_steps(tmp_path):
+    first = JsonlTracker(info(tmp_path))
+    for step in range(5):
+        first.log(step, {"reward": step})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "rew')
+    resumed = JsonlTracker(info(tmp_path))
+    for step in (3, 4, 5, 6):
+        resumed.log(step, {"reward": 10 * step})
+    assert [(row["step"], row["reward"]) for row in lines(tmp_path)] == [
+        (0, 0), (1, 1), (2, 2), (3, 30), (4, 40), (5, 50), (6, 60),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("first_step", [0, 1])
+def test_a_new_run_in_a_used_folder_keeps_the_old_file_aside(tmp_path, first_step):
+    JsonlTracker(info(tmp_path)).log(1, {"reward": 1})
+    for run in (2, 3):
+        tracker = JsonlTracker(info(tmp_path))
+        tracker.log_samples(first_step, [{"prompt": "1+1="}])
+        tracker.log(first_step, {"reward": run})
+    assert lines(tmp_path) == [{"step": first_step, "reward": 3}]
+    assert lines(tmp_path, "metrics.old-1.jsonl") == [{"step": 1, "reward": 1}]
+    assert lines(tmp_path, "metrics.old-2.jsonl") == [{"step": first_step, "reward": 2}]
+    assert len(lines(tmp_path, "samples.jsonl")) == 1
+
+
+def test_tensorboard_files_hold_the_logged_numbers(tmp_path):
+    trackers = build_trackers(
+        ["tensorboard"], project="p", experiment="e", folder=tmp_path, config={"lr": 1e-6}, total_steps=2
+    )
+    trackers.log(1, {"reward@1": 0.25, "note": "text", "loss": float("nan")})
+    trackers.log_samples(1, [{"prompt": "1+1=", "score": 1.0}])
+    trackers.log(2, {"reward@1": 0.5})
+    trackers.finish()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward_at_1")] == [(1, 0.25), (2, 0.5)]
+    assert "note" not in events.Tags()["scalars"]
+
+
+def test_wandb_offline_writes_a_run_and_a_resumed_training_goes_on_in_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids = []
+    for steps in ((0, 1), (2, 3), (1,)):
+        trackers = build_trackers(
+            ["wandb"], project="p", experiment="e", folder=tmp_path, config={"lr": 1e-6}, total_steps=3
+        )
+        for step in steps:
+            trackers.log_samples(step, [{"prompt": "1+1=", "score": 1.0, "extra": None}])
+            trackers.log(step, {"reward@1": 0.25, "note": "text"})
+        trackers.finish()
+        ids.append((tmp_path / "wandb_run_id").read_text())
+    assert ids[0] == ids[1] != ids[2]
+    assert len(list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))) == 3
