@@ -1,0 +1,115 @@
+"""Curves of one or more runs, drawn from their ``metrics.jsonl``: where people would rather look than read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot  # noqa: E402  (the backend must be chosen first: there may be no display)
+
+from hybridflow.utils.errors import DataError  # noqa: E402
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One set of axes."""
+
+    title: str
+    prefixes: tuple[str, ...]
+    """Metrics that are drawn: equal to a prefix, or under it when it ends in a slash. Absent ones are skipped."""
+    markers: bool = False
+
+
+PANELS = (
+    Panel("held-out score", ("val-core/",), markers=True),
+    Panel("training score", ("critic/score/mean",)),
+    Panel("entropy [nats]", ("actor/entropy", "actor/entropy_old")),
+    Panel("KL [nats]", ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")),
+    Panel("response length [tokens]", ("response_length/mean",)),
+    Panel("gradient norm", ("actor/grad_norm", "critic/grad_norm")),
+    Panel("sampler / trainer log-prob difference [nats]", ("training/rollout_log_prob_diff/max",)),
+    Panel("throughput [tokens/s]", ("perf/throughput",)),
+)
+
+Series = dict[str, list[tuple[float, float]]]
+
+
+def read_series(folder: Path) -> Series:
+    """Every numeric metric of a run as (step, value) pairs in file order.
+
+    Raises:
+        DataError: when the folder has no metrics, or a line is not JSON (but for a last one that is being written).
+    """
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise DataError(f"{path} does not exist: give the folder that a run printed as its outputs")
+    series: Series = {}
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row: Mapping[str, object] = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise DataError(f"{path}:{number} is not JSON: {error}") from error
+        step = float(row["step"])  # type: ignore[arg-type]
+        for name, value in row.items():
+            if isinstance(value, (int, float)) and name != "step":
+                series.setdefault(name, []).append((step, float(value)))
+    return series
+
+
+def draw(runs: Mapping[str, Series], path: Path) -> Path:
+    """Writes one picture with a panel per quantity that any run has; runs share panels."""
+    panels = [panel for panel in PANELS if any(_chosen(panel, series) for series in runs.values())]
+    columns = min(2, max(1, len(panels)))
+    rows = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(6 * columns, 3 * rows), squeeze=False)
+    for place, panel in zip(axes.flat, panels, strict=False):
+        for run, series in runs.items():
+            for name in _chosen(panel, series):
+                steps, values = zip(*series[name], strict=True)
+                label = name if len(runs) == 1 else f"{run}: {name}"
+                place.plot(steps, values, label=label, marker="o" if panel.markers else None, markersize=4)
+        place.set_title(panel.title, fontsize=10)
+        place.set_xlabel("step")
+        place.grid(alpha=0.3)
+        place.legend(fontsize=7)
+    for place in list(axes.flat)[len(panels) :]:
+        place.set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+def _chosen(panel: Panel, series: Series) -> list[str]:
+    return [
+        name
+        for name in series
+        if any(name == prefix or (prefix.endswith("/") and name.startswith(prefix)) for prefix in panel.prefixes)
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draws and says where the picture is; exit code 2 when a folder has no metrics."""
+    parser = argparse.ArgumentParser(prog="python -m hybridflow.report", description=__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, help="output folders of runs")
+    parser.add_argument("--out", type=Path, help="picture to write; default: report.png in the first folder")
+    parsed = parser.parse_args(arguments)
+    try:
+        runs = {folder.name: read_series(folder) for folder in parsed.folders}
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    print(draw(runs, parsed.out or parsed.folders[0] / "report.png"))
