@@ -72,7 +72,8 @@ class PPOTrainer:
         with self.run.phase("adv"):
             credit, metrics = gather(self.roles.actor.compute_advantage(batch, kl_coef=self.run.kl.value))
         self.run.record(metrics)
-        self.run.kl.update(metrics, sequences=len(batch))
+        if self.config.algorithm.use_kl_in_reward:
+            self.run.kl.update(kl=metrics["actor/reward_kl_penalty"], sequences=len(batch))
         return batch.with_columns(**credit.columns())
 
     def learn(self, batch: Batch, step: int) -> None:

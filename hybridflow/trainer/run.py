@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -117,11 +116,10 @@ class Run:
     def step(self, step: int) -> Iterator[None]:
         """Collects the metrics of one step."""
         self._metrics = {"training/global_step": float(step), "training/epoch": float(self._prompts.epoch)}
-        self._watch.reset()
+        self._watch.take()
         self._bytes_moved()
-        started = time.perf_counter()
-        yield
-        self._watch.add("step", time.perf_counter() - started)
+        with self.phase("step"):
+            yield
         self.record({"perf/driver_bytes": float(self._bytes_moved())})
 
     def before(self, done: int) -> None:
@@ -198,14 +196,9 @@ class Run:
         self._tracker.log_samples(step, found.samples[: self.config.trainer.log_val_generations])
 
     def _log(self, step: int) -> None:
-        seconds = self._watch.seconds()
-        self.record({f"timing_s/{name}": value for name, value in seconds.items()})
-        self.record(
-            {
-                "perf/time_per_step": seconds["step"],
-                "perf/throughput": self._metrics.get("perf/total_num_tokens", 0.0) / seconds["step"],
-            }
-        )
+        seconds = self._watch.seconds["step"]
+        tokens = self._metrics.get("perf/total_num_tokens", 0.0)
+        self.record({**self._watch.take(), "perf/time_per_step": seconds, "perf/throughput": tokens / seconds})
         self._tracker.log(step, self._metrics)
 
 

@@ -24,9 +24,8 @@ class WeightsWorker:
         self._rollout = rollout
         self._publisher = Publisher(
             actor.engine.shards,
-            rollout.engine.parameters(),
-            written=rollout.engine.weights_written,
-            rollout_dtype=config.actor_rollout_ref.rollout.dtype,
+            rollout.engine.parameters,
+            rollout.engine.weights_written,
             bucket_bytes=transfer.update_weights_bucket_megabytes << 20,
             verify=transfer.verify,
         )
