@@ -7,8 +7,9 @@ the dtype of ``token_rewards``. Common rules:
 - A row without a trainable token (failed, rejected) is in no statistic.
 - Rows of a group may stand anywhere; permuting rows permutes results.
 - *Singleton rule*: where the baseline is made from the group, a row without a surviving sibling has advantage 0.
-- A group whose scores are all equal has advantage exactly 0.
+- A group whose scores are all equal has advantage exactly 0 (before whitening over the batch, where there is one).
 - Masked positions are transparent: a row's result is that of the row with these positions cut out.
+- Statistics are float64; standard deviations are unbiased (n - 1).
 
 A user's own function (``adv_estimator=package.module:function``) has this signature; what columns it needs beyond
 those of every step may stand in its attribute ``needs``.
@@ -16,6 +17,8 @@ those of every step may stand in its attribute ``needs``.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,16 +26,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hybridflow.algorithms.masking import Groups, keep, masked_whiten
+from hybridflow.algorithms.returns import Credit, generalized_advantages, outcome, rewards_to_go, spread_over_tokens
+from hybridflow.algorithms.rewards import reward_components
+from hybridflow.algorithms.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
 from hybridflow.config.algorithm import AlgorithmConfig
 from hybridflow.utils.errors import ConfigError
 from hybridflow.utils.optional import load
 
 STD_EPSILON = 1e-6
-"""Added to a group's standard deviation before dividing."""
-SCAN_COLUMNS = 64
-"""Columns that a scan transposes at a time: bounds its float64 copies."""
-
-Credit = tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]
+"""Added to a standard deviation before dividing."""
 
 
 class Estimator(Protocol):
@@ -51,55 +53,6 @@ class Estimator(Protocol):
         ...
 
 
-def outcome(token_rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
-    """Sum of a row's rewards over its trainable tokens, float64."""
-    return keep(token_rewards, mask).sum(dim=1, dtype=torch.float64)
-
-
-def spread_over_tokens(
-    row_advantages: Float[Tensor, " B"], mask: Bool[Tensor, "B T"], like: Float[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
-    """A row's advantage on each of its trainable tokens."""
-    return torch.where(mask, row_advantages.to(like.dtype)[:, None], 0.0)
-
-
-def generalized_advantages(
-    *,
-    token_rewards: Float[Tensor, "B T"],
-    values: Float[Tensor, "B T"] | None,
-    mask: Bool[Tensor, "B T"],
-    gamma: float,
-    lam: float,
-) -> Credit:
-    """Generalised advantages and returns (``advantage + value``), not whitened (arXiv:1506.02438, equation 16).
-
-    ``A_t = delta_t + gamma lam A_next``, ``delta_t = r_t + gamma V_next - V_t``, where *next* is the next trainable
-    token of the row and a row ends with its last one (V = A = 0 beyond: no bootstrap). Rewards and values at masked
-    positions are never read. Computed in float64. ``values=None`` stands for 0: with ``lam=1`` both results are then
-    the discounted rewards to go.
-    """
-    rows, width = token_rewards.shape
-    advantages, returns = torch.empty_like(token_rewards), torch.empty_like(token_rewards)
-    carry = token_rewards.new_zeros(rows, dtype=torch.float64)
-    next_value = torch.zeros_like(carry)
-    for stop in range(width, 0, -SCAN_COLUMNS):
-        block = slice(max(stop - SCAN_COLUMNS, 0), stop)
-        live = mask[:, block].T.contiguous()
-        reward = keep(token_rewards[:, block].T.double(), live)
-        value = torch.zeros_like(reward) if values is None else keep(values[:, block].T.double(), live)
-        error = reward - value
-        scanned = torch.empty_like(reward)
-        for t in range(len(reward) - 1, -1, -1):
-            found = error[t] + gamma * (next_value + lam * carry)
-            carry = torch.where(live[t], found, carry)
-            next_value = torch.where(live[t], value[t], next_value)
-            scanned[t] = carry
-        scanned = keep(scanned, live)
-        advantages[:, block] = scanned.T.to(advantages.dtype)
-        returns[:, block] = (scanned + value).T.to(returns.dtype)
-    return advantages, returns
-
-
 def gae(
     *,
     token_rewards: Float[Tensor, "B T"],
@@ -111,7 +64,7 @@ def gae(
 ) -> Credit:
     """Generalised advantages, whitened over all trainable tokens of the step; returns are left as they are.
 
-    Sources: arXiv:1506.02438; whitening as in arXiv:2009.01325's code (unbiased variance). Needs ``values``.
+    Source: arXiv:1506.02438; whitening as in arXiv:1909.08593's training code. Needs ``values``.
     """
     advantages, returns = generalized_advantages(
         token_rewards=token_rewards, values=values, mask=mask, gamma=config.gamma, lam=config.lam
@@ -127,27 +80,241 @@ def grpo(
     config: AlgorithmConfig,
     **columns: Any,
 ) -> Credit:
-    """Outcome minus the group's mean, over the group's unbiased standard deviation + 1e-6.
+    """Outcome minus the group's mean, over the group's standard deviation + 1e-6.
 
     Sources: GRPO arXiv:2402.03300; with ``norm_adv_by_std_in_grpo=False`` Dr. GRPO arXiv:2503.20783 (not divided).
     """
     groups = Groups.of(group_id, mask.any(dim=1))
     scores = outcome(token_rewards, mask)
-    advantages = groups.centred(scores)
-    if config.norm_adv_by_std_in_grpo:
-        advantages = advantages / (groups.std(scores) + STD_EPSILON)[groups.index]
-    result = spread_over_tokens(advantages, mask, token_rewards)
+    return _over_tokens(_by_std(groups.centred(scores), groups, scores, config), mask, token_rewards)
+
+
+def grpo_passk(
+    *,
+    token_rewards: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    group_id: Int[Tensor, " B"],
+    config: AlgorithmConfig,
+    **columns: Any,
+) -> Credit:
+    """What a row adds to the best of k samples, averaged over all sets of k of its group that hold it.
+
+    ``A_i = mean over S (|S| = k, i in S) of max(S) - max(S without i)``, the leave-one-out gradient of max@k
+    (arXiv:2503.19595), over the group's standard deviation + 1e-6 where ``norm_adv_by_std_in_grpo``. With ``passk`` equal
+    to the group size only the best row has an advantage, best minus second best (a tie: none). A group with fewer
+    survivors than ``passk`` uses their number. The constant factor k of the gradient is left out.
+    """
+    groups = Groups.of(group_id, mask.any(dim=1))
+    scores = outcome(token_rewards, mask)
+    gains = torch.zeros_like(scores)
+    for group, size in enumerate(groups.size.tolist()):
+        members = ((groups.index == group) & groups.present).nonzero().squeeze(1)
+        if size > 1:
+            gains[members] = _best_of_k_gain(scores[members], min(config.passk, size))
+    return _over_tokens(_by_std(gains, groups, scores, config), mask, token_rewards)
+
+
+def _best_of_k_gain(scores: Float[Tensor, " n"], k: int) -> Float[Tensor, " n"]:
+    """``E relu(score_i - max of k - 1 others)``; the others' maximum is their j-th smallest with hypergeometric odds."""
+    if k < 2:
+        return torch.zeros_like(scores)
+    n = len(scores)
+    ordered, order = scores.sort()
+    ways = math.comb(n - 1, k - 1)
+    odds = scores.new_tensor([math.comb(j, k - 2) / ways for j in range(n - 1)])
+    gains = torch.zeros_like(scores)
+    for rank in range(n):
+        others = torch.cat([ordered[:rank], ordered[rank + 1 :]])
+        gains[order[rank]] = (odds * (ordered[rank] - others).clamp(min=0)).sum()
+    return gains
+
+
+def rloo(
+    *,
+    token_rewards: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    group_id: Int[Tensor, " B"],
+    config: AlgorithmConfig,
+    **columns: Any,
+) -> Credit:
+    """Outcome minus the mean of the *other* rows of the group (leave-one-out), not scaled (arXiv:2402.14740)."""
+    groups = Groups.of(group_id, mask.any(dim=1))
+    # score - mean of others = n / (n - 1) * (score - mean of all)
+    factor = groups.size.double() / (groups.size - 1).clamp(min=1)
+    return _over_tokens(groups.centred(outcome(token_rewards, mask)) * factor[groups.index], mask, token_rewards)
+
+
+def reinforce_plus_plus(
+    *,
+    token_rewards: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    group_id: Int[Tensor, " B"],
+    config: AlgorithmConfig,
+    **columns: Any,
+) -> Credit:
+    """Discounted rewards to go, whitened over all trainable tokens of the step (arXiv:2501.03262).
+
+    There is no group baseline; the paper's KL term is the KL in the reward.
+    """
+    returns = rewards_to_go(token_rewards=token_rewards, mask=mask, gamma=config.gamma)
+    return masked_whiten(returns, mask), returns
+
+
+def reinforce_plus_plus_baseline(
+    *,
+    token_rewards: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    group_id: Int[Tensor, " B"],
+    config: AlgorithmConfig,
+    **columns: Any,
+) -> Credit:
+    """Outcome minus the group's mean, then whitened over the trainable tokens of the step (arXiv:2501.03262).
+
+    Rows without a surviving sibling have advantage 0 and are left out of the whitening.
+    """
+    groups = Groups.of(group_id, mask.any(dim=1))
+    compared = mask & (groups.size > 1)[groups.index][:, None]
+    centred = spread_over_tokens(groups.centred(outcome(token_rewards, mask)), mask, token_rewards)
+    return masked_whiten(centred, compared), centred
+
+
+def remax(
+    *,
+    token_rewards: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    group_id: Int[Tensor, " B"],
+    config: AlgorithmConfig,
+    baseline_score: Float[Tensor, " B"],
+    **columns: Any,
+) -> Credit:
+    """Rewards to go minus the score of the prompt's greedy response (arXiv:2310.10505).
+
+    Needs ``baseline_score``, one number per row: a greedy pass per prompt, handed to its samples by group. A row whose
+    baseline is not finite (its greedy response failed) has advantage 0.
+    """
+    returns = rewards_to_go(token_rewards=token_rewards, mask=mask, gamma=config.gamma)
+    usable = mask & baseline_score.isfinite()[:, None]
+    return keep(returns - baseline_score.to(returns.dtype)[:, None], usable), returns
+
+
+def opo(
+    *,
+    token_rewards: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    group_id: Int[Tensor, " B"],
+    config: AlgorithmConfig,
+    **columns: Any,
+) -> Credit:
+    """Outcome minus the group's length-weighted mean ``sum l r / sum l``, not scaled (arXiv:2505.23585).
+
+    The length l is the number of trainable tokens.
+    """
+    groups = Groups.of(group_id, mask.any(dim=1))
+    scores, length = outcome(token_rewards, mask), mask.sum(dim=1).double()
+    baseline = groups.sum(scores * length) / groups.sum(length).clamp(min=1)
+    return _over_tokens(groups.centred(scores, baseline), mask, token_rewards)
+
+
+def gpg(
+    *,
+    token_rewards: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    group_id: Int[Tensor, " B"],
+    config: AlgorithmConfig,
+    **columns: Any,
+) -> Credit:
+    """Outcome minus the group's mean, times ``B / (B - M)`` (arXiv:2504.02546).
+
+    M counts the rows of groups without spread, which give no gradient: the factor makes up for their share of the
+    batch. (Some implementations count rows with score 0 in its place; the paper's M is used here.)
+    """
+    groups = Groups.of(group_id, mask.any(dim=1))
+    scores = outcome(token_rewards, mask)
+    telling = groups.present & groups.has_spread(scores)[groups.index]
+    factor = groups.present.sum() / telling.sum().clamp(min=1)
+    return _over_tokens(groups.centred(scores) * factor, mask, token_rewards)
+
+
+def gdpo(
+    *,
+    token_rewards: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    group_id: Int[Tensor, " B"],
+    config: AlgorithmConfig,
+    reward_info: Sequence[Mapping[str, float]],
+    **columns: Any,
+) -> Credit:
+    """Weighted sum of per-component GRPO advantages, whitened over the rows of the step (arXiv:2601.05242).
+
+    Reads the components ``gdpo_reward_keys`` (weights ``gdpo_reward_weights``) from ``reward_info``, not
+    ``token_rewards``: shaping and the KL in the reward do not reach it. A row that lacks a component, or has no
+    surviving sibling, has advantage 0 and is in no statistic.
+
+    Raises:
+        ConfigError: no components, or not one weight per component, are configured.
+    """
+    keys, weights = config.gdpo_reward_keys, config.gdpo_reward_weights or (1.0,) * len(config.gdpo_reward_keys)
+    if not keys or len(keys) != len(weights):
+        raise ConfigError(
+            f"gdpo needs algorithm.gdpo_reward_keys and as many gdpo_reward_weights (or none), got {keys} and {weights}"
+        )
+    components = reward_components(reward_info=reward_info, keys=keys).to(token_rewards.device)
+    groups = Groups.of(group_id, mask.any(dim=1) & components.isfinite().all(dim=1))
+    total = torch.zeros(len(components), dtype=torch.float64, device=components.device)
+    for column, weight in enumerate(weights):
+        values = components[:, column]
+        total += weight * _by_std(groups.centred(values), groups, values, config)
+    compared = groups.present & (groups.size > 1)[groups.index]
+    return _over_tokens(masked_whiten(total, compared), mask, token_rewards)
+
+
+def _by_std(advantages: Tensor, groups: Groups, scores: Tensor, config: AlgorithmConfig) -> Tensor:
+    if not config.norm_adv_by_std_in_grpo:
+        return advantages
+    return advantages / (groups.std(scores) + STD_EPSILON)[groups.index]
+
+
+def _over_tokens(row_advantages: Tensor, mask: Tensor, like: Tensor) -> Credit:
+    result = spread_over_tokens(row_advantages, mask, like)
     return result, result
 
 
 ADVANTAGES: dict[str, Estimator] = {
     "gae": gae,
     "grpo": grpo,
+    "grpo_passk": grpo_passk,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "opo": opo,
+    "gpg": gpg,
+    "gdpo": gdpo,
+    "optimal_token_baseline": optimal_token_baseline,
+    "tir_optimal_token_baseline": tir_optimal_token_baseline,
 }
-NEEDS: dict[str, frozenset[str]] = {
+NEEDS: dict[str, frozenset[str]] = {name: frozenset() for name in ADVANTAGES} | {
     "gae": frozenset({"values"}),
-    "grpo": frozenset(),
+    "remax": frozenset({"baseline_score"}),
+    "gdpo": frozenset({"reward_info"}),
+    "optimal_token_baseline": frozenset({"old_log_probs", "old_entropy"}),
+    "tir_optimal_token_baseline": frozenset({"old_log_probs", "old_entropy"}),
 }
+"""Columns that an estimator reads beyond those of every step."""
+GROUP_BASELINES = frozenset(
+    {
+        "grpo",
+        "grpo_passk",
+        "rloo",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+        "gdpo",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    }
+)
+"""Estimators that learn nothing from one sample per prompt (``rollout.n=1`` is an error for them)."""
 
 
 def resolve(name: str) -> Estimator:
