@@ -183,13 +183,13 @@ class RolloutConfig(Section):
     """sync or async: how requests are driven (both own the engine's step loop)."""
     n: PositiveInt = 8
     """Samples per prompt (G)."""
-    do_sample: Annotated[bool, Only(True, "training samples; greedy decoding is for actor_rollout_ref.rollout.val_kwargs")] = True
+    do_sample: Annotated[bool, Only(True, "training samples; only val_kwargs may be greedy")] = True
     """Kept for existing scripts: training rollouts always sample."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature of training, > 0."""
     top_k: Annotated[int, Within(low=-1, high=0)] = -1
     """Off (-1 or 0) in training: the trainer's log-probs are of the whole distribution."""
-    top_p: Annotated[float, Only(1, "the trainer's log-probs are of the whole distribution; val_kwargs.top_p is free")] = 1.0
+    top_p: Annotated[float, Only(1, "the trainer's log-probs are of the whole distribution")] = 1.0
     """1 in training, for the same reason."""
     ignore_eos: bool = False
     """Whether generation runs to the length limit."""
@@ -207,7 +207,7 @@ class RolloutConfig(Section):
     """KV cache of the CPU engine; None: sized for the batch."""
     tensor_model_parallel_size: PositiveInt = 1
     """Tensor-parallel ranks of a generation replica."""
-    pipeline_model_parallel_size: Annotated[int, Only(1, "the generator has no pipeline stages yet; use tensor_model_parallel_size")] = 1
+    pipeline_model_parallel_size: Annotated[int, Only(1, "use tensor_model_parallel_size")] = 1
     """Pipeline stages of a generation replica; only 1 for now."""
     data_parallel_size: PositiveInt = 1
     """Replicas follow from the devices; given values are checked against them."""

@@ -70,7 +70,7 @@ ROLLOUT_MODES = ("sync", "async")
 LOAD_FORMATS = ("dummy", "auto", "safetensors", "hf", "dummy_dtensor", "dummy_hf", "dtensor")
 """All mean the same: the generator's weights come from the actor."""
 VERIFY_MODES = ("first", "always", "never")
-GRADIENT_SYNC_ORDERS = ("pipeline_first", "data_first")
+GRADIENT_SYNC_ORDERS = ("pipeline_first",)
 SAVED_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 LOADED_CONTENTS = ("model", "optimizer", "extra")
 IS_LEVELS = ("token", "sequence")

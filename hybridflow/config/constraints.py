@@ -1,7 +1,7 @@
-"""Which values a field may hold, written in its type: ``lr: NonNegativeFloat``, ``device: Annotated[str, OneOf(DEVICES)]``.
+"""Which values a field may hold, written in its type: ``lr: NonNegativeFloat``, ``name: Annotated[str, OneOf(NAMES)]``.
 
-The same annotation is what the loader checks, what a dataclass checks when it is built in Python, and what the generated
-reference prints.
+The same annotation is what the loader checks, what a dataclass checks when it is built in Python, and what the
+generated reference prints.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Within:
 
     def allowed(self) -> str:
         """What is allowed, in words."""
-        parts = [f"{also:g}, or" for also in self.also]
-        parts += [f"at least {self.low:g}"] if self.low is not None else []
-        parts += [f"above {self.above:g}"] if self.above is not None else []
+        also = "".join(f"{value:g}, or " for value in self.also)
+        lows = [f"at least {self.low:g}"] if self.low is not None else []
+        lows += [f"above {self.above:g}"] if self.above is not None else []
         highs = [f"at most {self.high:g}"] if self.high is not None else []
         highs += [f"below {self.below:g}"] if self.below is not None else []
-        return " ".join(parts) + (" and " if highs and (self.low is not None or self.above is not None) else "") + "".join(highs)
+        return also + " and ".join(lows + highs)
 
     def fix(self, value: Any) -> str:
         """The nearest allowed number, as a suggestion."""
@@ -109,8 +109,10 @@ DType = Annotated[str, OneOf(choices.DTYPES)]
 
 def is_dotted(value: Any) -> bool:
     """Whether ``value`` names a user's own object: ``package.module:attribute`` or ``package.module.attribute``."""
-    return isinstance(value, str) and all(part.isidentifier() for part in value.replace(":", ".").split(".")) and (
-        ":" in value or "." in value
+    return (
+        isinstance(value, str)
+        and all(part.isidentifier() for part in value.replace(":", ".").split("."))
+        and (":" in value or "." in value)
     )
 
 
@@ -131,7 +133,7 @@ def hints(kind: type) -> Mapping[str, Any]:
 
 
 def check_fields(section: Any, further: Iterable[Problem] = ()) -> None:
-    """Raises ConfigProblems for every field outside its constraint, and for ``further`` faults of the component.
+    """Raises InvalidConfigError for every field outside its constraint, and for ``further`` faults of the component.
 
     ``further`` is read only when the fields by themselves are right.
     """

@@ -20,7 +20,6 @@ from hybridflow.config.constraints import (
     Share,
     Within,
 )
-
 from hybridflow.config.data import BUILTIN_TASK
 
 

@@ -36,7 +36,7 @@ class Problem:
         return replace(self, key=join(prefix, self.key), reads=tuple(join(prefix, key) for key in self.reads))
 
 
-class ConfigProblems(ConfigError):
+class InvalidConfigError(ConfigError):
     """A ``ConfigError`` that knows its faults one by one."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
@@ -54,10 +54,10 @@ class ConfigProblems(ConfigError):
 
 
 def raise_if_any(problems: Iterable[Problem]) -> None:
-    """Raises ConfigProblems when there are any."""
+    """Raises InvalidConfigError when there are any."""
     found = tuple(problems)
     if found:
-        raise ConfigProblems(found)
+        raise InvalidConfigError(found)
 
 
 def join(prefix: str, key: str) -> str:

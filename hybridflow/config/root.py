@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 
 from hybridflow.config.actor import ActorRolloutRefConfig
 from hybridflow.config.algorithm import AlgorithmConfig
-from hybridflow.config.constraints import Section
+from hybridflow.config.checks import VALUE_ESTIMATORS, across
+from hybridflow.config.constraints import Section, check_fields
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.config.reward import RewardConfig
 from hybridflow.config.trainer import RayConfig, TrainerConfig
-
-VALUE_ESTIMATORS = frozenset({"gae"})
-"""Estimators that need a critic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +33,9 @@ class PPOConfig(Section):
     ray_kwargs: RayConfig = field(default_factory=RayConfig)
     """Ray."""
 
+    def __post_init__(self) -> None:
+        check_fields(self, across(self))
+
     @property
     def needs_critic(self) -> bool:
         """Whether values are part of the dataflow."""
@@ -46,3 +47,39 @@ class PPOConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a KL to the reference is asked for anywhere."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of a prompt at most."""
+        return self.actor_rollout_ref.rollout.prompt_length or self.data.max_prompt_length
+
+    @property
+    def response_length(self) -> int:
+        """Tokens of a response at most."""
+        return self.actor_rollout_ref.rollout.response_length or self.data.max_response_length
+
+    @property
+    def model_length(self) -> int:
+        """Tokens of context that the generator keeps."""
+        return self.actor_rollout_ref.rollout.max_model_len or self.prompt_length + self.response_length
+
+    @property
+    def critic_mini_batch_size(self) -> int:
+        """Prompts per optimizer step of the critic."""
+        return self.critic.ppo_mini_batch_size or self.actor_rollout_ref.actor.ppo_mini_batch_size
+
+    @property
+    def critic_epochs(self) -> int:
+        """Passes of the critic over the batch of a step."""
+        return self.critic.ppo_epochs or self.actor_rollout_ref.actor.ppo_epochs
+
+    def pool_of(self, role: str) -> str:
+        """Name of the pool that hosts ``role``; ``main`` unless ``trainer.pools`` says otherwise."""
+        return next((name for name, pool in self.trainer.pools.items() if role in pool.roles), "main")
+
+    def world_of(self, role: str) -> int:
+        """Slots of the pool that hosts ``role``."""
+        name = self.pool_of(role)
+        if name == "main":
+            return self.trainer.nnodes * self.trainer.n_gpus_per_node
+        return sum(self.trainer.pools[name].slots)

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from hybridflow.config.choices import CONTROLLERS, DEVICES, POOL_ROLES, RESUME_MODES, TRACKERS
-from hybridflow.config.constraints import CountOrAll, NonNegativeInt, OneOf, PositiveFloat, PositiveInt, Section, check_fields
+from hybridflow.config.constraints import (
+    CountOrAll,
+    NonNegativeInt,
+    OneOf,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    check_fields,
+)
 from hybridflow.config.problems import Problem, show
 
 
@@ -127,7 +135,7 @@ class TrainerConfig(Section):
             yield Problem(key="logger", given=show(self.logger), text="names a tracker twice", fix="Name each once.")
         keep = {self.max_actor_ckpt_to_keep, self.max_critic_ckpt_to_keep}
         if self.max_critic_ckpt_to_keep is not None and len(keep) > 1:
-            text = f"must equal trainer.max_actor_ckpt_to_keep={show(self.max_actor_ckpt_to_keep)}: one folder holds both"
+            text = f"must equal trainer.max_actor_ckpt_to_keep={show(self.max_actor_ckpt_to_keep)}"
             fix = "Give both the same number, or leave out the critic's."
             yield Problem(key="max_critic_ckpt_to_keep", given=show(self.max_critic_ckpt_to_keep), text=text, fix=fix)
 
