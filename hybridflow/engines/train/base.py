@@ -46,11 +46,15 @@ class TrainEngine(Protocol):
 
     dims: ParallelDims
 
-    def forward(self, rows: Batch, needs: frozenset[str], *, temperature: float, micro: MicroBatching) -> dict[str, Tensor]:
+    def forward(
+        self, rows: Batch, needs: frozenset[str], *, temperature: float, micro: MicroBatching
+    ) -> dict[str, Tensor]:
         """Without gradient: the asked-for fields of ``Outputs`` as ``[b, T]`` float32, row order kept."""
         ...
 
-    def update(self, rows: Batch, loss: Loss, *, temperature: float, micro: MicroBatching, counts: Counts) -> dict[str, float]:
+    def update(
+        self, rows: Batch, loss: Loss, *, temperature: float, micro: MicroBatching, counts: Counts
+    ) -> dict[str, float]:
         """One optimizer step on one mini-batch (this rank's rows of it). Collective: every rank calls it.
 
         Metrics are already combined over ranks, the same on every rank. A non-finite loss or gradient skips the step

@@ -1,0 +1,120 @@
+"""Balance: rows of unequal cost over ranks and micro-batches.
+
+``balance`` is the largest-differencing method of Karmarkar and Karp (1982): keep a heap of partial solutions, and merge
+the two with the largest spread, heavy parts onto light ones. Ties are broken by row position, so the same input gives
+the same answer everywhere. Costs are attention-aware: see ``row_cost``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+Cost = float | int
+
+
+def row_cost(tokens: int, *, hidden: int = 1024) -> int:
+    """Relative cost of a row of ``tokens`` tokens in a transformer of width ``hidden``.
+
+    A layer does about ``24 d^2`` multiply-adds a token in its matrices and ``2 d`` a pair of tokens in (causal)
+    attention: ``L (12 d + L)`` up to a factor.
+    """
+    return tokens * (12 * hidden + tokens)
+
+
+def balance(costs: Sequence[Cost], parts: int, equal_counts: bool = False) -> list[list[int]]:
+    """Positions of ``costs`` in ``parts`` groups of nearly equal total cost; each group ascending.
+
+    Args:
+        costs: cost per row, any non-negative number.
+        parts: number of groups; groups may be empty when there are fewer rows.
+        equal_counts: whether group sizes may differ by at most one.
+
+    Raises:
+        ValueError: when ``parts`` is below 1.
+    """
+    if parts < 1:
+        raise ValueError(f"cannot balance over {parts} parts")
+    if parts == 1:
+        return [list(range(len(costs)))]
+    groups = _difference(costs, parts, equal_counts)
+    groups = [sorted(group) for group in groups]
+    return sorted(groups, key=lambda group: group[0] if group else len(costs))
+
+
+def micro_batches(tokens: Sequence[int], max_tokens: int, *, at_least: int = 1, hidden: int = 1024) -> list[list[int]]:
+    """Positions of rows in micro-batches of at most ``max_tokens`` tokens each, balanced by cost.
+
+    A row longer than the budget gets a micro-batch of its own. ``at_least`` asks for more micro-batches than the budget
+    needs (other ranks need them); there are never more than rows.
+
+    Raises:
+        ValueError: when ``max_tokens`` is below 1.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"a token budget of {max_tokens} holds nothing")
+    long = [i for i, count in enumerate(tokens) if count > max_tokens]
+    rest = [i for i, count in enumerate(tokens) if count <= max_tokens]
+    if not rest:
+        return [[i] for i in long]
+    wanted = max(-(-sum(tokens[i] for i in rest) // max_tokens), at_least - len(long), 1)
+    parts = min(wanted, len(rest))
+    while True:
+        groups = _fitting(tokens, rest, parts, max_tokens, hidden)
+        if groups is not None:
+            return [[i] for i in long] + groups
+        parts += 1
+
+
+def count_batches(rows: int, max_rows: int, *, at_least: int = 1) -> list[list[int]]:
+    """Positions of ``rows`` rows in consecutive micro-batches of at most ``max_rows`` rows."""
+    if max_rows < 1:
+        raise ValueError(f"a micro-batch of {max_rows} rows holds nothing")
+    parts = min(max(-(-rows // max_rows), at_least), rows)
+    if parts <= 0:
+        return []
+    size, longer = divmod(rows, parts)
+    found, start = [], 0
+    for part in range(parts):
+        end = start + size + (part < longer)
+        found.append(list(range(start, end)))
+        start = end
+    return found
+
+
+def _fitting(
+    tokens: Sequence[int], rows: list[int], parts: int, max_tokens: int, hidden: int
+) -> list[list[int]] | None:
+    for cost in (lambda count: row_cost(count, hidden=hidden), lambda count: count):
+        groups = balance([cost(tokens[i]) for i in rows], parts)
+        picked = [[rows[i] for i in group] for group in groups if group]
+        if all(sum(tokens[i] for i in group) <= max_tokens for group in picked):
+            return picked
+    return None
+
+
+def _difference(costs: Sequence[Cost], parts: int, equal_counts: bool) -> list[list[int]]:
+    """The merges. A state is ``(-spread, tie, groups)`` with groups as (total, rows), heaviest first."""
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    if equal_counts:
+        # Start from blocks of one row per group: every merge then adds equally many rows to each group.
+        for tie, start in enumerate(range(0, len(order), parts)):
+            block = order[start : start + parts]
+            groups: list[tuple[float, list[int]]] = [(costs[i], [i]) for i in block]
+            groups += [(0, []) for _ in range(parts - len(block))]
+            heap.append((-(groups[0][0] - groups[-1][0]), tie, groups))
+    else:
+        for tie, i in enumerate(order):
+            groups = [(costs[i], [i])] + [(0, []) for _ in range(parts - 1)]
+            heap.append((-costs[i], tie, groups))
+    heapq.heapify(heap)
+    tie = len(heap)
+    while len(heap) > 1:
+        _, _, one = heapq.heappop(heap)
+        _, _, two = heapq.heappop(heap)
+        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(two), strict=True)]
+        merged.sort(key=lambda group: -group[0])
+        heapq.heappush(heap, (-(merged[0][0] - merged[-1][0]), tie, merged))
+        tie += 1
+    return [rows for _, rows in heap[0][2]] if heap else [[] for _ in range(parts)]

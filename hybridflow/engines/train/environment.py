@@ -1,0 +1,22 @@
+"""Environment variables that a training process needs before it imports torch. Imports nothing heavy."""
+
+from __future__ import annotations
+
+
+def variables(device: str, threads: int) -> dict[str, str]:
+    """Variables by name for a process on ``device`` (``cpu``, ``cuda`` or ``cuda:i``) that may use ``threads`` threads.
+
+    Raises:
+        ValueError: when ``threads`` is below 1.
+    """
+    if threads < 1:
+        raise ValueError(f"a process needs at least one thread, got threads={threads}")
+    found = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device.startswith("cuda"):
+        # Growing segments keep long and short packed micro-batches from fragmenting the allocator.
+        found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return found

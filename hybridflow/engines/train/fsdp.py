@@ -1,0 +1,298 @@
+"""``FSDPEngine``: the native training engine, FSDP2 over packed rows.
+
+One update: cut this rank's rows into micro-batches (equally many on every rank), run each forward and backward, reduce
+gradients once with the last, agree on loss, norm and metrics, clip, step. Losses are sums over the whole mini-batch
+(algorithms/contract.py); FSDP averages over its ranks, so each loss is scaled by their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from hybridflow.algorithms.contract import Counts, Loss, Outputs
+from hybridflow.batch.batch import Batch
+from hybridflow.config.model import FSDPConfig, ModelConfig, OptimConfig
+from hybridflow.engines.train import checkpoint, reduction
+from hybridflow.engines.train.base import MicroBatching, Shard
+from hybridflow.engines.train.mesh import meshes
+from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_norm
+from hybridflow.engines.train.parallelize import parallelize, refuse_unsupported
+from hybridflow.engines.train.schedule import schedule
+from hybridflow.models.heads import Head, PackedModel, ValueModel
+from hybridflow.models.load import box_of, dtype_of, empty_causal_lm, fill, local_of, materialise, tied_names
+from hybridflow.models.packing import pack, row_tokens
+from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils.errors import ConfigError, EngineError
+
+
+class FSDPEngine:
+    """One rank of a training engine. Collective to build: every rank passes equal arguments.
+
+    Args:
+        model: the Hugging Face folder and how it runs.
+        head: ``lm`` (log-probs, entropy) or ``value`` (values).
+        sharding: FSDP settings; degrees come from ``dims``.
+        dims: the layout.
+        optim: None for a frozen model (reference, reward model).
+        grad_clip: maximum gradient norm; 0 or less: none.
+        device: ``cpu`` or ``cuda:i``.
+        total_steps: length of the schedule in its own unit; None when it needs none.
+        seed: of everything random in the engine.
+        shard_order: ``order[i * S + s]`` is the rank with shard index s in replica i; None: by rank.
+        row_parallel_shard_dim1: whether row-parallel weights are cut along dim 1 where that is even.
+
+    Raises:
+        ConfigError: for what this engine does not support.
+        MachineError: when the model's weights cannot be read.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        head: Head,
+        sharding: FSDPConfig,
+        dims: ParallelDims,
+        optim: OptimConfig | None,
+        grad_clip: float = 1.0,
+        device: str = "cpu",
+        total_steps: int | None = None,
+        seed: int = 0,
+        shard_order: Sequence[int] | None = None,
+        row_parallel_shard_dim1: bool = False,
+    ) -> None:
+        refuse_unsupported(dims, model, sharding)
+        self.dims = dims
+        self._config = model
+        self._sharding = sharding
+        self._device = device
+        self._grad_clip = grad_clip
+        mixed = dtype_of(sharding.mixed_precision.param_dtype) != dtype_of(sharding.model_dtype)
+        always_fsdp = mixed or sharding.offload_policy
+        kind = device.partition(":")[0]
+        self._meshes = meshes(dims, kind, shard_order, always_fsdp=always_fsdp)
+        torch.manual_seed(seed)
+        self._build(model, head, sharding, kind, row_parallel_shard_dim1, trains=optim is not None)
+        self._done = 0
+        self._optim = optim
+        self._schedule = None if optim is None else schedule(optim, total_steps)
+        self._optimizer = None if optim is None else build_optimizer(self._parameters, optim)
+        self._apply_rate()
+
+    def _build(
+        self, config: ModelConfig, head: Head, sharding: FSDPConfig, kind: str, shard_dim1: bool, *, trains: bool
+    ) -> None:
+        net: Any = empty_causal_lm(
+            config.path,
+            dtype=dtype_of(sharding.model_dtype),
+            trust_remote_code=config.trust_remote_code,
+            override_config=config.override_config,
+        )
+        if head == "value":
+            net = ValueModel(net)
+        self._model = PackedModel(net, head)
+        self._model.requires_grad_(trains)
+        named = self._model.hf_parameters()
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        aliases = {
+            name.removeprefix(PackedModel.PREFIX): tuple(other.removeprefix(PackedModel.PREFIX) for other in others)
+            for name, others in tied_names(self._model).items()
+        }
+        parallelize(
+            self._model,
+            self._meshes,
+            config=config,
+            sharding=sharding,
+            device_type=kind,
+            row_parallel_shard_dim1=shard_dim1,
+        )
+        materialise(self._model, "cpu" if sharding.offload_policy else self._device)
+        self._parameters = self._model.hf_parameters()
+        head_names = [name for name in self._shapes if name.startswith("score.")] if head == "value" else []
+        absent = fill(
+            self._parameters,
+            config.path,
+            aliases=aliases,
+            optional=head_names,
+            shapes=self._shapes,
+        )
+        if absent:
+            net.reset_head()
+
+    # -- forward and update -------------------------------------------------------------------------------------------
+
+    def forward(
+        self, rows: Batch, needs: frozenset[str], *, temperature: float, micro: MicroBatching
+    ) -> dict[str, Tensor]:
+        """Without gradient: the asked-for fields of ``Outputs`` as ``[b, T]`` float32, row order kept. Collective."""
+        self._model.eval()
+        width = rows["response_ids"].shape[1]
+        found = {name: torch.zeros(len(rows), width, dtype=torch.float32) for name in needs}
+        parts = reduction.cut_rounds(row_tokens(rows).tolist(), micro, dims=self.dims, device=self._device)
+        with torch.no_grad():
+            for part in parts:
+                outputs = self._outputs(rows.rows(part), needs, temperature)
+                for name in needs:
+                    found[name][part] = outputs[name].to("cpu")
+        self._reshard()
+        return found
+
+    def update(
+        self, rows: Batch, loss: Loss, *, temperature: float, micro: MicroBatching, counts: Counts
+    ) -> dict[str, float]:
+        """One optimizer step on one mini-batch (this rank's rows of it). Collective: every rank calls it.
+
+        Metrics are equal on every rank: the loss's own, ``loss``, ``grad/norm`` (before clipping), ``grad/skipped`` and
+        ``lr``. A non-finite loss or gradient, or a mini-batch without a token to learn from, skips the step and leaves
+        weights and moments untouched.
+
+        Raises:
+            EngineError: when the engine was built without an optimizer.
+        """
+        if self._optimizer is None:
+            raise EngineError("this engine is frozen (optim=None): it cannot be updated")
+        self._model.train()
+        self._optimizer.zero_grad(set_to_none=True)
+        parts = reduction.cut_rounds(row_tokens(rows).tolist(), micro, dims=self.dims, device=self._device)
+        sums: dict[str, reduction.Part] = {}
+        for number, part in enumerate(parts):
+            self._reduce_with_backward(number == len(parts) - 1)
+            self._backward(rows.rows(part), loss, temperature, counts, sums)
+        norm = gradient_norm(self._parameters.values())
+        metrics = reduction.gather_metrics(sums, self.dims)
+        finite = math.isfinite(float(norm)) and math.isfinite(metrics.get("loss", 0.0))
+        step = finite and counts.tokens > 0
+        if step:
+            clip(self._parameters.values(), norm, self._grad_clip)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._reshard()
+        return {**metrics, "grad/norm": float(norm), "grad/skipped": 0.0 if step else 1.0, "lr": self._rate()}
+
+    def _backward(
+        self, rows: Batch, loss: Loss, temperature: float, counts: Counts, sums: dict[str, reduction.Part]
+    ) -> None:
+        rows = rows.to(self._device)
+        outputs = self._outputs(rows, loss.needs, temperature)
+        if len(rows) == 0:
+            # Another rank still has rows: join its collectives with a gradient of zero.
+            total = torch.stack([value.sum() for value in outputs.values()]).sum()
+        else:
+            total, metrics = loss(Outputs(**outputs), rows, counts)
+            reduction.add_metrics(sums, metrics)
+            reduction.add_metrics(sums, {"loss": reduction.summed(total)})
+        (total * self._meshes.reduced_over).backward()
+
+    def _outputs(self, rows: Batch, needs: frozenset[str], temperature: float) -> dict[str, Tensor]:
+        packed = pack(rows.to(self._device))
+        read = self._model(packed, needs, temperature)
+        return {name: packed.unpack(value) for name, value in read.items()}
+
+    def counts(self, rows: Batch) -> Counts:
+        """Counts of a mini-batch summed over data-parallel ranks. Collective."""
+        return reduction.count(rows, self.dims, self._device)
+
+    def _reduce_with_backward(self, last: bool) -> None:
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(last)
+            self._model.set_is_last_backward(last)
+
+    def _reshard(self) -> None:
+        # FSDP leaves the root gathered after a forward without backward: its shards are then not visible.
+        if isinstance(self._model, FSDPModule):
+            for module in self._model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    # -- schedule -----------------------------------------------------------------------------------------------------
+
+    def schedule_step(self) -> float:
+        """Advances the learning-rate schedule by one unit; the rate that the next update will use."""
+        self._done += 1
+        self._apply_rate()
+        return self._rate()
+
+    def _rate(self) -> float:
+        if self._schedule is None or self._optim is None:
+            return 0.0
+        return self._optim.lr * self._schedule.factor(self._done)
+
+    def _apply_rate(self) -> None:
+        if self._optimizer is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._rate()
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def shards(self) -> Sequence[Shard]:
+        """This rank's blocks of all parameters, in one order on all ranks; buffers excluded, ties once."""
+        self._reshard()
+        return [
+            Shard(name, local_of(parameter), box_of(parameter, self._shapes[name]), self._shapes[name])
+            for name, parameter in self._model.hf_parameters().items()
+        ]
+
+    def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Full shape by Hugging Face name, in the order of ``shards``."""
+        return dict(self._shapes)
+
+    def offload(self, what: Iterable[str]) -> None:
+        """Moves ``parameters`` and/or ``optimizer`` to host memory (GPU only; nothing to do on CPU)."""
+        self._move(what, "cpu")
+
+    def onload(self, what: Iterable[str]) -> None:
+        """Moves them back."""
+        self._move(what, self._device)
+
+    def _move(self, what: Iterable[str], device: str) -> None:
+        chosen = set(what)
+        if unknown := chosen - {"parameters", "optimizer"}:
+            raise ConfigError(f"cannot move {', '.join(sorted(unknown))}: choose parameters, optimizer")
+        if self._device == "cpu" or self._sharding.offload_policy:
+            return
+        # Not run here: needs CUDA.
+        if "parameters" in chosen:
+            self._reshard()
+            self._model.to(device)
+        if "optimizer" in chosen and self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.ndim:
+                        state[key] = value.to(device)
+        if device == "cpu":
+            torch.cuda.empty_cache()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str) -> None:
+        """Writes this role's model, optimizer and schedule into ``folder``. Collective."""
+        self._reshard()
+        checkpoint.save_state(folder, self._parameters, self._optimizer, {"schedule_done": self._done})
+
+    def load(self, folder: str) -> None:
+        """Restores what ``save`` wrote, at any layout. Collective."""
+        self._reshard()
+        extra = checkpoint.load_state(folder, self._parameters, self._optimizer)
+        self._done = int(extra["schedule_done"])
+        self._apply_rate()
+
+    def save_hf(self, folder: str, *, dtype: str | None = None) -> None:
+        """Writes a Hugging Face folder that ``from_pretrained`` reads; None: in the dtype of the master weights.
+
+        Collective.
+        """
+        self._reshard()
+        config = self._model.net.config
+        checkpoint.save_hf(
+            folder,
+            self._parameters,
+            config,
+            source=self._config.path,
+            dtype=None if dtype is None else dtype_of(dtype),
+        )

@@ -1,0 +1,90 @@
+"""Optimizer construction, the global gradient norm over mixed meshes, and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridflow.config.model import OptimConfig
+from hybridflow.utils import optional
+from hybridflow.utils.errors import ConfigError
+
+
+def build_optimizer(parameters: Mapping[str, nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer that ``optim`` names over the trainable ``parameters``; norms and biases get no weight decay.
+
+    Raises:
+        ConfigError: for a negative rate, an unknown optimizer, or arguments that it does not take.
+    """
+    if optim.lr < 0:
+        raise ConfigError(f"optim.lr={optim.lr}: a learning rate is 0 or more")
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    extra = dict(optim.override_optimizer_config)
+    if optim.optimizer == "AdamW":
+        arguments = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps, "fused": True, **extra}
+        return torch.optim.AdamW(groups, **arguments)
+    if "." not in optim.optimizer and ":" not in optim.optimizer:
+        raise ConfigError(f"optim.optimizer={optim.optimizer!r}: use AdamW or the dotted path of an optimizer class")
+    cls = optional.load(optim.optimizer)
+    try:
+        return cls(groups, lr=optim.lr, **extra)
+    except TypeError as error:
+        raise ConfigError(f"optim.override_optimizer_config does not fit {optim.optimizer}: {error}") from error
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """This rank's blocks of all gradients that exist."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The 2-norm of the whole gradient, a scalar equal on all ranks. Collective over every mesh in use.
+
+    Blocks are grouped by the mesh axes they are cut along: norms and matrices may live on different meshes, and a block
+    that several ranks hold (HSDP replicas) must count once.
+    """
+    groups: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], list[Tensor]]] = {}
+    device: torch.device | None = None
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        cut: list[dist.ProcessGroup] = []
+        if isinstance(grad, DTensor):
+            axes = [axis for axis, placement in enumerate(grad.placements) if not placement.is_replicate()]
+            cut = [grad.device_mesh.get_group(axis) for axis in axes]
+            grad = grad.to_local()
+        device = grad.device
+        key = tuple(group.group_name for group in cut)
+        groups.setdefault(key, (cut, []))[1].append(grad)
+    total = torch.zeros((), device=device or torch.device("cpu"))
+    for cut, blocks in groups.values():
+        filled = [block for block in blocks if block.numel()]
+        squares = torch.zeros((), device=total.device)
+        if filled:
+            squares = torch.stack(torch._foreach_norm(filled)).float().square().sum()
+        for group in cut:
+            dist.all_reduce(squares, group=group)
+        total = total + squares
+    return total.sqrt()
+
+
+def clip(parameters: Iterable[nn.Parameter], norm: Tensor, maximum: float) -> None:
+    """Scales all gradients in place so that their norm ``norm`` becomes at most ``maximum``; 0 or less: never."""
+    if maximum <= 0:
+        return
+    factor = torch.clamp(maximum / (norm + 1e-6), max=1.0)
+    gradients = local_gradients(parameters)
+    if gradients and float(factor) < 1.0:
+        torch._foreach_mul_(gradients, float(factor))

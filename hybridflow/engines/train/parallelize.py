@@ -1,0 +1,103 @@
+"""The recipe that turns an empty model into this rank's part of a parallel one, in the order in which it must happen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from hybridflow.config.model import FSDPConfig, ModelConfig
+from hybridflow.engines.train.mesh import Meshes
+from hybridflow.models.heads import PackedModel
+from hybridflow.models.load import dtype_of
+from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils.errors import ConfigError
+
+ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
+"""Weights that vLLM's tensor parallelism cuts along their input dim."""
+
+
+def refuse_unsupported(dims: ParallelDims, model: ModelConfig, sharding: FSDPConfig) -> None:
+    """Raises ConfigError for what this engine does not do, before anything is built."""
+    if dtype_of(sharding.mixed_precision.param_dtype) == torch.float16:
+        raise ConfigError("mixed_precision.param_dtype=fp16 needs loss scaling, which is not supported: use bf16")
+    for axis in ("pp", "sp", "tp"):
+        if dims.degrees[axis] > 1:
+            raise ConfigError(f"the training engine does not support {axis}={dims.degrees[axis]} yet: use 1")
+    if model.lora_rank > 0:
+        raise ConfigError("model.lora_rank > 0: adapters are not supported by the training engine yet")
+    if model.use_liger:
+        raise ConfigError("model.use_liger: liger kernels are not supported by the training engine yet")
+    if model.enable_activation_offload:
+        raise ConfigError("model.enable_activation_offload is not supported by the training engine yet")
+
+
+def parallelize(
+    model: PackedModel,
+    meshes: Meshes,
+    *,
+    config: ModelConfig,
+    sharding: FSDPConfig,
+    device_type: str,
+    row_parallel_shard_dim1: bool,
+) -> None:
+    """Applies, in place: activation checkpointing, then sharding.
+
+    Checkpointing comes first, so that a layer is gathered once more for its recomputation, together with its backward.
+    """
+    if config.enable_gradient_checkpointing:
+        model.net.base_model.gradient_checkpointing_enable({"use_reentrant": False})
+    if meshes.fsdp is not None:
+        _shard(model, meshes, sharding, device_type, row_parallel_shard_dim1)
+
+
+def _shard(
+    model: PackedModel, meshes: Meshes, sharding: FSDPConfig, device_type: str, row_parallel_shard_dim1: bool
+) -> None:
+    assert meshes.fsdp is not None
+    offload = CPUOffloadPolicy(pin_memory=device_type == "cuda") if sharding.offload_policy else OffloadPolicy()
+    shards = meshes.fsdp.size(meshes.fsdp.ndim - 1)
+    placement = _Placement(model.hf_parameters(), shards) if row_parallel_shard_dim1 else None
+    common: dict[str, Any] = {"mesh": meshes.fsdp, "shard_placement_fn": placement, "offload_policy": offload}
+    policy = mixed_precision(sharding)
+    blocks = model.blocks()
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=sharding.reshard_after_forward, mp_policy=policy, **common)
+    if model.head == "value":
+        # Values are regressed: bf16 has three significant digits, too few for returns.
+        whole = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+        fully_shard(model.net.score, reshard_after_forward=False, mp_policy=whole, **common)
+    # The root's own parameters are needed first in the backward pass: resharding them in between costs a gather.
+    fully_shard(model, reshard_after_forward=False, mp_policy=policy, **common)
+    if sharding.forward_prefetch:
+        for block, following in pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])
+
+
+def mixed_precision(sharding: FSDPConfig) -> MixedPrecisionPolicy:
+    """FSDP2's policy; dtypes equal to the master weights' are left out."""
+    master = dtype_of(sharding.model_dtype)
+    compute = dtype_of(sharding.mixed_precision.param_dtype)
+    reduce = dtype_of(sharding.mixed_precision.reduce_dtype)
+    return MixedPrecisionPolicy(
+        param_dtype=None if compute == master else compute, reduce_dtype=None if reduce == compute else reduce
+    )
+
+
+class _Placement:
+    """Shard(1) for row-parallel weights whose second dim divides evenly, FSDP's own choice for the rest."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], shards: int) -> None:
+        self._second = {
+            id(parameter)
+            for name, parameter in parameters.items()
+            if name.endswith(ROW_PARALLEL) and parameter.shape[1] % shards == 0
+        }
+
+    def __call__(self, parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if id(parameter) in self._second else None

@@ -1,0 +1,114 @@
+"""Numbers that every rank must agree on: rounds of micro-batches, counts, metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridflow.algorithms.contract import Counts, Metric
+from hybridflow.batch.balance import count_batches, micro_batches
+from hybridflow.batch.batch import Batch
+from hybridflow.engines.train.base import MicroBatching
+from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils.errors import ConfigError
+
+Part = tuple[float, float, str]
+"""value, weight, how."""
+
+
+def cut_rounds(tokens: Sequence[int], micro: MicroBatching, *, dims: ParallelDims, device: str) -> list[list[int]]:
+    """Row positions of every micro-batch; the same number on all ranks, at least 1, some may be empty. Collective.
+
+    Args:
+        tokens: tokens of this rank's rows.
+        micro: the budget; ``max_tokens`` is per device, so sp ranks together take sp times as much.
+
+    Raises:
+        ConfigError: when neither budget nor count is given.
+    """
+    if (micro.max_tokens is None) == (micro.max_rows is None):
+        raise ConfigError(f"micro-batches are cut by a token budget or by a row count: give one of both, got {micro}")
+    own = _cut(tokens, micro, dims.sp, at_least=1)
+    rounds = max(1, reduce_max(len(own), dims, device))
+    even = _cut(tokens, micro, dims.sp, at_least=rounds)
+    parts = even if len(even) <= rounds else own
+    return parts + [[] for _ in range(rounds - len(parts))]
+
+
+def _cut(tokens: Sequence[int], micro: MicroBatching, sp: int, *, at_least: int) -> list[list[int]]:
+    if not tokens:
+        return []
+    if micro.max_tokens is not None:
+        return micro_batches(tokens, micro.max_tokens * sp, at_least=at_least)
+    assert micro.max_rows is not None
+    return count_batches(len(tokens), micro.max_rows, at_least=at_least)
+
+
+def reduce_max(value: int, dims: ParallelDims, device: str) -> int:
+    """The largest ``value`` of all ranks. Collective."""
+    if dims.world == 1:
+        return value
+    held = torch.tensor(value, device=device)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return int(held)
+
+
+def count(rows: Batch, dims: ParallelDims, device: str) -> Counts:
+    """Counts over all data-parallel coordinates; ranks of one coordinate hold the same rows. Collective."""
+    mask = rows["loss_mask"].bool()
+    held = torch.tensor([int(mask.sum()), int(mask.any(-1).sum()), len(rows)], device=device)
+    if dims.world > 1:
+        dist.all_reduce(held)
+        held = held // (dims.world // dims.dp)
+    tokens, sequences, total = held.tolist()
+    return Counts(tokens=tokens, sequences=sequences, rows=total)
+
+
+def summed(value: Tensor) -> Metric:
+    """``value`` as a share of a sum."""
+    return Metric(value.detach(), how="sum")
+
+
+def add_metrics(sums: dict[str, Part], metrics: Mapping[str, Metric]) -> None:
+    """Folds a micro-batch's metrics into ``sums``."""
+    for name, metric in metrics.items():
+        part = (float(metric.value), float(metric.weight), metric.how)
+        sums[name] = _combine(name, sums[name], part) if name in sums else part
+
+
+def gather_metrics(sums: dict[str, Part], dims: ParallelDims) -> dict[str, float]:
+    """Metrics over all data-parallel coordinates, equal on all ranks. Collective."""
+    everyone: list[dict[str, Part] | None] = [sums]
+    if dims.world > 1:
+        everyone = [None] * dims.world
+        dist.all_gather_object(everyone, sums)
+        everyone = [everyone[rank] for rank in dims.collect_ranks()]
+    total: dict[str, Part] = {}
+    for part in everyone:
+        for name, value in (part or {}).items():
+            total[name] = _combine(name, total[name], value) if name in total else value
+    return {name: _finish(part) for name, part in sorted(total.items())}
+
+
+def _combine(name: str, a: Part, b: Part) -> Part:
+    if a[2] != b[2]:
+        raise ValueError(f"metric {name!r} is combined both by {a[2]} and by {b[2]}")
+    how = a[2]
+    if how in ("sum", "mean"):
+        return a[0] + b[0], a[1] + b[1], how
+    if how == "max":
+        return max(a[0], b[0]), 1.0, how
+    if how == "min":
+        return min(a[0], b[0]), 1.0, how
+    raise ValueError(f"metric {name!r}: how={how!r} is none of sum, mean, max, min")
+
+
+def _finish(part: Part) -> float:
+    value, weight, how = part
+    if how == "mean":
+        return value / weight if weight else (math.nan if value else 0.0)
+    return value

@@ -1,0 +1,140 @@
+"""``PackedModel``: a Hugging Face body and one head over packed rows; only response positions reach the head.
+
+Two heads. *lm*: the model's own output embedding, read as log-probs (and entropy) of the response tokens. *value*: a
+linear layer ``score`` (the name that Hugging Face's token classifiers use), zero at first, so that a new critic predicts
+a return of 0 everywhere and the first advantages are the plain Monte-Carlo ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from hybridflow.models.logprobs import VocabularyShard, token_log_probs
+from hybridflow.models.packing import Packed
+from hybridflow.utils.errors import ConfigError, EngineError
+
+Head = Literal["lm", "value"]
+
+PLAIN_HEAD_FAMILIES = frozenset({"qwen2", "qwen3", "llama", "mistral"})
+"""Model types whose logits are exactly ``hidden @ W^T + b``: others may scale or cap them."""
+
+_SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
+
+
+class ValueModel(nn.Module):
+    """A body and a linear head of one output; parameter names as in Hugging Face's token classification models."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.config = model.config
+        self.prefix = model.base_model_prefix
+        self.no_split = tuple(model._no_split_modules or ())
+        body = model.base_model
+        device = next(body.parameters()).device
+        dtype = next(body.parameters()).dtype
+        setattr(self, self.prefix, body)
+        self.score = nn.Linear(_hidden_size(model.config), 1, device=device, dtype=dtype)
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The body."""
+        return self.get_submodule(self.prefix)
+
+    def reset_head(self) -> None:
+        """Sets the head to zero: the value of every state is 0."""
+        for parameter in self.score.parameters():
+            local = parameter.detach()
+            (local.to_local() if isinstance(local, DTensor) else local).zero_()
+
+
+class PackedModel(nn.Module):
+    """What a training engine runs. ``net`` is the Hugging Face model or a ``ValueModel``; its names are the HF names."""
+
+    PREFIX = "net."
+
+    def __init__(self, net: PreTrainedModel | ValueModel, head: Head) -> None:
+        super().__init__()
+        self.net = net
+        self.head = head
+        self.vocabulary_shard: VocabularyShard | None = None
+        if head == "lm":
+            _check_head(net)
+
+    def forward(self, packed: Packed, needs: frozenset[str], temperature: float) -> dict[str, Tensor]:
+        """float32 ``[n]`` for each of ``needs``: log_probs and entropy of the tempered distribution, or values.
+
+        Raises:
+            EngineError: when ``needs`` asks for what this head does not compute.
+        """
+        hidden = self.hidden_states(packed)[packed.select]
+        return self.read(hidden, packed, needs, temperature)
+
+    def hidden_states(self, packed: Packed) -> Tensor:
+        """``[N, D]`` last hidden states of the packed row."""
+        out = self.net.base_model(
+            input_ids=packed.input_ids,
+            attention_mask=None,
+            position_ids=packed.position_ids,
+            use_cache=False,
+            segments=packed.lengths,
+        )
+        return out.last_hidden_state[0]
+
+    def read(self, hidden: Tensor, packed: Packed, needs: frozenset[str], temperature: float) -> dict[str, Tensor]:
+        """What the head says about chosen positions ``[n, D]``; values know no temperature."""
+        if self.head == "value":
+            if needs != {"values"}:
+                raise EngineError(f"a value head gives values, not {', '.join(sorted(needs - {'values'}))}")
+            return {"values": self.net.score(hidden)[:, 0].float()}
+        if not needs <= {"log_probs", "entropy"}:
+            raise EngineError(f"a language model head gives log_probs and entropy, not {', '.join(sorted(needs))}")
+        output = self.net.get_output_embeddings()
+        log_probs, entropy = token_log_probs(
+            hidden,
+            _plain(output.weight),
+            packed.targets,
+            bias=None if output.bias is None else _plain(output.bias),
+            temperature=temperature,
+            entropy="entropy" in needs,
+            shard=self.vocabulary_shard,
+        )
+        found = {"log_probs": log_probs, "entropy": entropy}
+        return {name: value for name, value in found.items() if name in needs and value is not None}
+
+    def blocks(self) -> list[nn.Module]:
+        """The body's layers in order: units of sharding, checkpointing and compilation."""
+        names = self.net.no_split if isinstance(self.net, ValueModel) else tuple(self.net._no_split_modules or ())
+        return [module for module in self.net.base_model.modules() if type(module).__name__ in names]
+
+    def hf_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Parameters by Hugging Face name, ties once."""
+        return {name.removeprefix(self.PREFIX): parameter for name, parameter in self.named_parameters()}
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _hidden_size(config: object) -> int:
+    size = getattr(config, "hidden_size", None)
+    if not isinstance(size, int):
+        raise ConfigError(f"{type(config).__name__} names no hidden_size: no value head can be put on it")
+    return size
+
+
+def _check_head(net: PreTrainedModel | ValueModel) -> None:
+    config = net.config
+    if config.model_type in PLAIN_HEAD_FAMILIES:
+        return
+    scaled = [name for name in _SCALED if getattr(config, name, None) not in (None, 1.0)]
+    if scaled:
+        raise ConfigError(
+            f"model type {config.model_type!r} changes its logits ({', '.join(scaled)}): not supported yet"
+        )
+    if not isinstance(net.get_output_embeddings(), nn.Linear):
+        raise ConfigError(f"model type {config.model_type!r} has no linear output layer: not supported yet")

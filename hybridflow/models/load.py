@@ -1,0 +1,290 @@
+"""Hugging Face models, built empty and filled tensor by tensor, so that host memory does not grow with ranks.
+
+    empty_causal_lm   parameters on the meta device, buffers real (a later ``to_empty`` would lose the rotary ones)
+    ...               the engine cuts, shards and parallelises the empty model
+    materialise       storage for what is left on this rank; buffers and ties restored
+    fill              rank 0 reads safetensors; every rank keeps the block that it owns
+
+``load_causal_lm`` is the three in one process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from hybridflow.models.attention import NAME as PACKED_ATTENTION
+from hybridflow.utils.errors import ConfigError, MachineError
+
+Box = tuple[tuple[int, int], ...]
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Dtypes of safetensors headers."""
+_DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype that a configuration calls ``name``."""
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype {name!r}: choose one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def read_config(path: str, *, trust_remote_code: bool = False, override: Mapping[str, Any] | None = None) -> Any:
+    """The model's Hugging Face config with ``override`` applied and dropout off.
+
+    Raises:
+        ConfigError: when an overridden field does not exist.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    for name, value in (override or {}).items():
+        if not hasattr(config, name):
+            raise ConfigError(f"model.override_config.{name}: {type(config).__name__} has no such field")
+        setattr(config, name, value)
+    for name in _DROPOUTS:
+        # Old and new log-probs of one policy must be equal: nothing may be random in a forward pass.
+        if getattr(config, name, None):
+            setattr(config, name, 0.0)
+    return config
+
+
+def empty_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
+    attn: str = PACKED_ATTENTION,
+) -> PreTrainedModel:
+    """The causal language model of ``path`` with parameters on the meta device and real buffers.
+
+    Raises:
+        ConfigError: when the model cannot run with attention ``attn``.
+    """
+    config = read_config(path, trust_remote_code=trust_remote_code, override=override_config)
+    return _empty(config, dtype, trust_remote_code, attn)
+
+
+def _empty(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool, attn: str) -> PreTrainedModel:
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=attn
+        )
+    if attn == PACKED_ATTENTION and not model._supports_attention_backend:
+        raise ConfigError(f"{type(model).__name__} does not take registered attention functions: it cannot be packed")
+    model.tie_weights()
+    return model
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    override_config: Mapping[str, Any] | None = None,
+    attn: str = "sdpa",
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """A whole causal language model in this process, filled from the safetensors of ``path``.
+
+    Raises:
+        MachineError: when the folder has no safetensors, or they lack parameters of the model.
+    """
+    model = empty_causal_lm(
+        path, dtype=dtype, trust_remote_code=trust_remote_code, override_config=override_config, attn=attn
+    )
+    materialise(model, device)
+    fill(dict(model.named_parameters()), path, aliases=tied_names(model))
+    return model
+
+
+def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For every parameter that has several names: its first name, and the others."""
+    first: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            found.setdefault(first[id(parameter)], []).append(name)
+        else:
+            first[id(parameter)] = name
+    return {name: tuple(others) for name, others in found.items()}
+
+
+def materialise(model: nn.Module, device: torch.device | str) -> None:
+    """Gives every meta parameter uninitialised storage on ``device``; buffers keep their values, ties stay ties."""
+    ties = tied_names(model)
+    buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers() if not buffer.is_meta}
+    model.to_empty(device=device)
+    for name, value in buffers.items():
+        set_tensor(model, name, value)
+    for name, others in ties.items():
+        for other in others:
+            set_parameter(model, other, model.get_parameter(name))
+
+
+def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Puts ``parameter`` in the slot ``name``."""
+    module, _, leaf = name.rpartition(".")
+    model.get_submodule(module).register_parameter(leaf, parameter)
+
+
+def set_tensor(model: nn.Module, name: str, value: Tensor) -> None:
+    """Puts ``value`` in the buffer slot ``name``."""
+    module, _, leaf = name.rpartition(".")
+    model.get_submodule(module)._buffers[leaf] = value
+
+
+def box_of(parameter: Tensor, shape: Iterable[int]) -> Box:
+    """The half-open range of every dim of the full parameter that this rank's ``parameter`` holds."""
+    shape = tuple(shape)
+    if not isinstance(parameter, DTensor):
+        return tuple((0, size) for size in shape)
+    local, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    return tuple((start, start + size) for start, size in zip(offset, local, strict=True))
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """This rank's block of a parameter, without a gradient's path; shares its storage."""
+    detached = parameter.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+class WeightFiles:
+    """The safetensors of one model folder, read tensor by tensor."""
+
+    def __init__(self, path: str) -> None:
+        folder = Path(path)
+        if not folder.is_dir():
+            folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self._file = {name: folder / file for name, file in weight_map.items()}
+        elif (folder / "model.safetensors").exists():
+            with safe_open(folder / "model.safetensors", framework="pt") as file:
+                self._file = dict.fromkeys(file.keys(), folder / "model.safetensors")
+        else:
+            raise MachineError(f"{folder} has no model.safetensors (nor an index of several): convert the model first")
+        self._open: dict[Path, Any] = {}
+
+    def find(self, names: Iterable[str]) -> str | None:
+        """The first of ``names`` that a file holds."""
+        return next((name for name in names if name in self._file), None)
+
+    def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of ``name`` as stored; reads no data."""
+        header = self._reader(name).get_slice(name)
+        kind = header.get_dtype()
+        if kind not in _STORED:
+            raise MachineError(
+                f"{self._file[name]}: {name} is stored as {kind}; weights must be one of {list(_STORED)}"
+            )
+        return tuple(header.get_shape()), _STORED[kind]
+
+    def read(self, name: str) -> Tensor:
+        """The full tensor ``name`` on the host."""
+        return self._reader(name).get_tensor(name)
+
+    def _reader(self, name: str) -> Any:
+        path = self._file[name]
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt").__enter__()
+        return self._open[path]
+
+
+def fill(
+    parameters: Mapping[str, Tensor],
+    path: str,
+    *,
+    aliases: Mapping[str, tuple[str, ...]] | None = None,
+    optional: Iterable[str] = (),
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[str, ...]:
+    """Copies the weights of ``path`` into this rank's blocks; the names in ``optional`` that no file holds.
+
+    Collective over ``group`` (None: the whole world, if there is one): its rank 0 reads, one tensor at a time, and
+    every rank keeps its block. ``shapes`` names all parameters of the full model in an order that is equal on all
+    ranks; a rank may lack some of them (pipeline stages).
+
+    Raises:
+        MachineError: on every rank, when a file is missing, or lacks a parameter, or holds another shape.
+    """
+    shapes = shapes or {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    world = dist.get_world_size(group) if dist.is_initialized() else 1
+    reader = world == 1 or dist.get_rank(group) == 0
+    source, plan = None, None
+    if reader:
+        try:
+            source = WeightFiles(path)
+            plan = _plan(source, path, shapes, aliases or {}, frozenset(optional))
+        except MachineError as error:
+            plan = error
+    if world > 1:
+        shared = [plan]
+        dist.broadcast_object_list(shared, group=group, group_src=0)
+        plan = shared[0]
+    if isinstance(plan, MachineError):
+        raise plan
+    assert plan is not None
+    device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+    for name, (stored, dtype) in plan.items():
+        if stored is None:
+            continue
+        if source is not None:
+            full = source.read(stored).to(device)
+        else:
+            full = torch.empty(shapes[name], dtype=dtype, device=device)
+        if world > 1:
+            dist.broadcast(full, group=group, group_src=0)
+        if name in parameters:
+            own = box_of(parameters[name], shapes[name])
+            local_of(parameters[name]).copy_(full[tuple(slice(start, end) for start, end in own)])
+    return tuple(name for name, (stored, _) in plan.items() if stored is None)
+
+
+def _plan(
+    source: WeightFiles,
+    path: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, tuple[str, ...]],
+    optional: frozenset[str],
+) -> dict[str, tuple[str | None, torch.dtype]]:
+    """Stored name (None: not there, and need not be) and stored dtype by parameter."""
+    plan: dict[str, tuple[str | None, torch.dtype]] = {}
+    missing = []
+    for name, shape in shapes.items():
+        stored = source.find((name, *aliases.get(name, ())))
+        if stored is None:
+            plan[name] = (None, torch.float32)
+            if name not in optional:
+                missing.append(name)
+            continue
+        stored_shape, dtype = source.describe(stored)
+        if stored_shape != tuple(shape):
+            raise MachineError(f"{path}: {stored} has shape {stored_shape}, the model needs {tuple(shape)}")
+        plan[name] = (stored, dtype)
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise MachineError(f"{path}: no weights for {', '.join(missing[:5])}{more}")
+    return plan

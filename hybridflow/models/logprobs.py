@@ -1,0 +1,219 @@
+"""Log-probabilities and entropy of chosen tokens without a full float32 logits tensor in the autograd graph.
+
+With ``z = (h W^T + b) / temperature``, ``l = logsumexp z``, ``p = exp(z - l)``, target y:
+
+    log-prob  = z_y - l                d/dz = onehot(y) - p
+    entropy H = l - sum_v p_v z_v      d/dz = -p (log p + H)
+
+Rows are worked off in blocks. Where all logits fit the memory target they are kept (as log p, the one tensor the
+gradient needs) and the backward pass costs two matmuls as usual; beyond it they are computed again block by block.
+Under tensor parallelism every rank holds a slice of the vocabulary and only ``[n]`` numbers are reduced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+KEEP_BYTES = 512 << 20
+"""Kept log-probabilities of all rows may take this much; more is recomputed in the backward pass."""
+BLOCK_BYTES = 32 << 20
+"""float32 logits of one block of rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """This rank's slice of the vocabulary under tensor parallelism."""
+
+    start: int
+    """First token id of the slice."""
+    group: dist.ProcessGroup
+    """The ranks that hold the other slices."""
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    shard: VocabularyShard | None = None,
+    keep_bytes: int = KEEP_BYTES,
+    block_bytes: int = BLOCK_BYTES,
+) -> tuple[Tensor, Tensor | None]:
+    """float32 ``[n]`` log-probs of ``targets`` and (if asked) entropies, in nats, of the tempered distribution.
+
+    Args:
+        hidden: ``[n, D]``.
+        weight: ``[V, D]`` of the head (under ``shard``: this rank's rows of it).
+        targets: ``[n]`` token ids.
+        bias: ``[V]`` or None.
+        temperature: divides the logits, > 0.
+        shard: this rank's slice of the vocabulary; ``hidden`` and ``targets`` are then equal on all its ranks.
+        keep_bytes, block_bytes: memory targets, see the module.
+
+    Raises:
+        ValueError: when the temperature is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"log-probs of temperature {temperature} do not exist: it must be above 0")
+    grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    keep = grad and hidden.shape[0] * weight.shape[0] * 4 <= keep_bytes
+    log_probs, entropies = _TokenLogProbs.apply(
+        hidden, weight, bias, targets, temperature, entropy, shard, keep, block_bytes
+    )
+    return log_probs, entropies if entropy else None
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """The closed form. Saves hidden, weight, ``[n]`` numbers and, when it fits, log p."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        entropy: bool,
+        shard: VocabularyShard | None,
+        keep: bool,
+        block_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
+        n, vocabulary = hidden.shape[0], weight.shape[0]
+        block = max(1, min(n, block_bytes // (4 * vocabulary))) if n else 1
+        kept = hidden.new_empty((n, vocabulary), dtype=torch.float32) if keep else None
+        log_probs = hidden.new_empty(n, dtype=torch.float32)
+        normaliser = torch.empty_like(log_probs)
+        entropies = torch.zeros_like(log_probs)
+        for start in range(0, n, block):
+            part = slice(start, start + block)
+            log_p, normaliser[part] = _log_softmax(hidden[part], weight, bias, temperature, shard)
+            log_probs[part] = _pick(log_p, targets[part], shard)
+            if entropy:
+                entropies[part] = _entropy(log_p, shard)
+            if kept is not None:
+                kept[part] = log_p
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropies, kept)
+        ctx.settings = (temperature, entropy, shard, block)
+        if not entropy:
+            ctx.mark_non_differentiable(entropies)
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normaliser, entropies, kept = ctx.saved_tensors
+        temperature, entropy, shard, block = ctx.settings
+        n = hidden.shape[0]
+        if kept is not None:
+            block = max(n, 1)
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        for start in range(0, n, block):
+            part = slice(start, start + block)
+            if kept is not None:
+                log_p = kept[part]
+            else:
+                log_p = _logits(hidden[part], weight, bias, temperature).sub_(normaliser[part, None])
+            grad = _grad_logits(
+                log_p,
+                targets[part],
+                grad_log_probs[part],
+                grad_entropies[part] if entropy else None,
+                entropies[part],
+                shard,
+            )
+            grad = grad.div_(temperature) if temperature != 1.0 else grad
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(hidden.dtype)
+            torch.mm(grad, weight, out=grad_hidden[part])
+            if grad_weight is not None:
+                _add_outer(grad_weight, grad, hidden[part])
+        if shard is not None:
+            dist.all_reduce(grad_hidden, group=shard.group)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """float32 tempered logits ``[m, V]``, freshly allocated."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    return logits.div_(temperature) if temperature != 1.0 else logits
+
+
+def _log_softmax(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor]:
+    """log p ``[m, V]`` and the normaliser ``[m]``."""
+    logits = _logits(hidden, weight, bias, temperature)
+    normaliser = torch.logsumexp(logits, -1)
+    if shard is not None:
+        # logsumexp of the slices' logsumexps: shifted by the largest, so that nothing overflows.
+        largest = normaliser.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+        total = torch.exp(normaliser - largest)
+        dist.all_reduce(total, group=shard.group)
+        normaliser = largest + total.log()
+    return logits.sub_(normaliser[:, None]), normaliser
+
+
+def _pick(log_p: Tensor, targets: Tensor, shard: VocabularyShard | None) -> Tensor:
+    if shard is None:
+        return log_p.gather(1, targets[:, None])[:, 0]
+    local, mine = _local_targets(log_p, targets, shard)
+    picked = torch.where(mine, log_p.gather(1, local[:, None])[:, 0], torch.zeros((), device=log_p.device))
+    dist.all_reduce(picked, group=shard.group)
+    return picked
+
+
+def _entropy(log_p: Tensor, shard: VocabularyShard | None) -> Tensor:
+    p = log_p.exp()
+    entropies = -p.mul_(log_p).sum(-1)
+    if shard is not None:
+        dist.all_reduce(entropies, group=shard.group)
+    return entropies
+
+
+def _local_targets(log_p: Tensor, targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    local = targets - shard.start
+    mine = (local >= 0) & (local < log_p.shape[1])
+    return local.clamp(0, log_p.shape[1] - 1), mine
+
+
+def _grad_logits(
+    log_p: Tensor,
+    targets: Tensor,
+    grad_log_probs: Tensor,
+    grad_entropies: Tensor | None,
+    entropies: Tensor,
+    shard: VocabularyShard | None,
+) -> Tensor:
+    """d loss / d (tempered logits) ``[m, V]``; ``log_p`` stays as it is."""
+    grad = log_p.exp()
+    if grad_entropies is None:
+        grad.mul_(-grad_log_probs[:, None])
+    else:
+        share = (log_p + entropies[:, None]).mul_(-grad_entropies[:, None]).sub_(grad_log_probs[:, None])
+        grad.mul_(share)
+    if shard is None:
+        return grad.scatter_add_(1, targets[:, None], grad_log_probs[:, None].to(grad.dtype))
+    local, mine = _local_targets(log_p, targets, shard)
+    return grad.scatter_add_(1, local[:, None], torch.where(mine, grad_log_probs, 0.0)[:, None].to(grad.dtype))
+
+
+def _add_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """``total += grad^T hidden`` in float32."""
+    if grad.dtype == torch.float32:
+        total.addmm_(grad.t(), hidden)
+    else:
+        total.add_(torch.mm(grad.t(), hidden))
