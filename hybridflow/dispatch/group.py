@@ -2,13 +2,18 @@
 
 A group hosts one or more *roles* on the same processes (colocation): every process constructs ``spec.target`` once per
 role, as ``Class(context, **spec.kwargs)``, in the order of the specs; later workers find the earlier ones of their
-process in ``context.siblings``.
+process in ``context.siblings``. A worker with a ``close()`` method has it called at shutdown, last built first.
+
+A hosting process has two lanes. *Work*: one call at a time, in submission order, always in the thread that built the
+workers; the only lane that runs collectives or touches tensors. *Control*: answers at any time, touches no tensor:
+``ping``, ``dump_stacks`` and ``post``, which leaves a message in the mailbox that an engine loop drains between steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from hybridflow.batch.futures import Pending
@@ -29,6 +34,30 @@ class WorkerSpec:
     """Layout by mesh name (``Registration.mesh``); a mesh that is not named has dp = world."""
 
 
+class Mailbox:
+    """Messages from the control lane to the work lane of one process."""
+
+    def __init__(self) -> None:
+        self._messages: SimpleQueue[Any] = SimpleQueue()
+
+    def __reduce__(self) -> tuple[type[Mailbox], tuple[()]]:
+        """A mailbox that travels arrives empty: messages belong to one process."""
+        return Mailbox, ()
+
+    def put(self, message: Any) -> None:
+        """Leaves a message; called by the control lane."""
+        self._messages.put(message)
+
+    def drain(self) -> list[Any]:
+        """All messages since the last call, oldest first; never waits."""
+        found = []
+        while True:
+            try:
+                found.append(self._messages.get_nowait())
+            except Empty:
+                return found
+
+
 @dataclass(slots=True, kw_only=True)
 class RankContext:
     """What a worker knows about where it runs. torch.distributed's world is initialised before it is built."""
@@ -45,6 +74,8 @@ class RankContext:
     """Threads this process may use."""
     siblings: dict[str, Any] = field(default_factory=dict)
     """Workers of this process by role."""
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    """Messages that ``WorkerGroup.post`` left for this process; shared by all its workers."""
 
 
 class WorkerGroup(Protocol):
@@ -59,8 +90,34 @@ class WorkerGroup(Protocol):
         """Calls a registered method on the ranks that its transfer protocol names; returns at once.
 
         Calls to one group run in submission order. Batch arguments are split (and padded, and un-padded on collect) by
-        the protocol; other arguments go to every rank as they are.
+        the protocol; other arguments go to every rank as they are. Arguments are values: a ``Pending`` is refused, wait
+        for it first.
+
+        Raises (here, before anything is sent):
+            ConfigError: no such role, method or protocol.
+            ColumnError: a column that the method reads is missing, or row counts differ.
+            WorkerError: the group failed before and cannot go on.
         """
+        ...
+
+    def wait_ready(self) -> None:
+        """Waits until every rank has built its workers; a call may be submitted before.
+
+        Raises:
+            WorkerError, DeadlineError: as ``Pending.wait``.
+        """
+        ...
+
+    def post(self, message: Any, *, rank: int = 0) -> None:
+        """Leaves a message in the mailbox of ``rank``, whatever its work lane does."""
+        ...
+
+    def ping(self, *, timeout_s: float = 10.0) -> dict[int, float]:
+        """Seconds that the control lane of each rank took to answer; a rank that did not answer is missing."""
+        ...
+
+    def dump_stacks(self, *, timeout_s: float = 10.0) -> dict[int, str]:
+        """Python stacks of all threads of each rank; a rank that did not answer is missing."""
         ...
 
     def bytes_moved(self) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hybridflow.dispatch.transfer import Transfer
+
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "_hybridflow_registration"
 
@@ -14,12 +16,12 @@ _MARK = "_hybridflow_registration"
 class Registration:
     """What ``@register`` recorded about a method."""
 
-    dispatch: str
-    """Name of a transfer protocol (dispatch/transfer.py: PROTOCOLS)."""
+    dispatch: str | Transfer
+    """Name of a transfer protocol (dispatch/transfer.py: PROTOCOLS), or the user's own pair."""
     reads: tuple[str, ...] | None = None
-    """Columns of its Batch arguments that travel; None: all."""
+    """Columns of its Batch arguments that travel; None: all. ``"name?"`` travels when it is there; ``valid`` always."""
     writes: tuple[str, ...] = ()
-    """Columns of the Batch that it returns; checked on collect when given."""
+    """Columns of the Batch that it returns; checked on collect when given. ``"name?"`` may be absent."""
     blocking: bool = False
     """Whether a call waits before it returns."""
     mesh: str = "train"
@@ -28,13 +30,13 @@ class Registration:
 
 def register(
     *,
-    dispatch: str,
+    dispatch: str | Transfer,
     reads: tuple[str, ...] | None = None,
     writes: tuple[str, ...] = (),
     blocking: bool = False,
     mesh: str = "train",
 ) -> Callable[[F], F]:
-    """Marks a worker method as callable on its whole group, by the named transfer protocol."""
+    """Marks a worker method as callable on its whole group, by a transfer protocol."""
 
     def mark(method: F) -> F:
         mark = Registration(dispatch=dispatch, reads=reads, writes=writes, blocking=blocking, mesh=mesh)

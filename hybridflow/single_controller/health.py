@@ -1,0 +1,131 @@
+"""What lives, what died, and what the dead left behind.
+
+Every wait of one group also looks at the others (``death_elsewhere``): a driver that waits an hour for a rollout learns
+within seconds that the reward model's process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Mortal(Protocol):
+    """A group whose processes can die."""
+
+    def first_death(self) -> str | None:
+        """What died, as text; None while all live."""
+        ...
+
+
+_live: weakref.WeakSet[Mortal] = weakref.WeakSet()
+
+
+def enlist(group: Mortal) -> None:
+    """From now on every wait of this driver notices deaths in ``group``."""
+    _live.add(group)
+
+
+def dismiss(group: Mortal) -> None:
+    """``group`` is being shut down: its processes may go."""
+    _live.discard(group)
+
+
+def death_elsewhere(group: Mortal) -> str | None:
+    """What died in a live group other than ``group``, as text; None when nothing did."""
+    for other in list(_live):
+        if other is not group and (text := other.first_death()) is not None:
+            return text
+    return None
+
+
+def exit_cause(code: int | None) -> str:
+    """Why a process with this exit code (negative: signal number) ended, as text."""
+    if code is None:
+        return "its connection closed"
+    if code == -signal.SIGKILL:
+        return "killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"
+
+
+def descendants(pids: Iterable[int]) -> list[int]:
+    """Processes of this machine that the given ones started, directly or not."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return found
+
+
+def kill(pids: Iterable[int], *, timeout_s: float = 5.0) -> list[int]:
+    """Ends processes of this machine with SIGKILL; those that still live after ``timeout_s``."""
+    pids = list(pids)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    return wait_gone(pids, timeout_s=timeout_s)
+
+
+def wait_gone(pids: Iterable[int], *, timeout_s: float) -> list[int]:
+    """Waits until the processes are gone; those that still live after ``timeout_s``."""
+    left = list(pids)
+    until = time.monotonic() + timeout_s
+    while (left := [pid for pid in left if _alive(pid)]) and time.monotonic() < until:
+        time.sleep(0.02)
+    return left
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def remove_segments(pids: Sequence[int], ports: Sequence[int]) -> list[str]:
+    """Removes shared-memory segments that ended processes left on this machine; their names.
+
+    A segment belongs to them when its name has one of their pids or rendezvous ports as a number (torch names segments
+    by pid, our vLLM engine by port) and no living process maps it.
+    """
+    owners = {str(number) for number in (*pids, *ports)}
+    if not SHARED_MEMORY.is_dir():
+        return []
+    candidates = [path for path in SHARED_MEMORY.iterdir() if owners & set(re.findall(r"\d+", path.name))]
+    removed = []
+    for path in candidates:
+        if not _mapped(str(path)):
+            with contextlib.suppress(FileNotFoundError, PermissionError, IsADirectoryError):
+                path.unlink()
+                removed.append(path.name)
+    return removed
+
+
+def _mapped(path: str) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if path in maps.read_text():
+                return True
+    return False
+
+
+def last_lines(path: str, count: int = 20) -> str:
+    """The last ``count`` lines of a log on this machine; empty when it cannot be read."""
+    if not path:
+        return ""
+    with contextlib.suppress(OSError):
+        return "\n".join(Path(path).read_text(errors="replace").splitlines()[-count:])
+    return ""

@@ -1,0 +1,247 @@
+"""One rank of a group: its torch.distributed world, its workers, and the two lanes; shared by every kind of group.
+
+All of ``Host`` but the control methods runs in one thread, the work lane: torch keeps grad mode, default device and
+autocast per thread, and vLLM and FSDP keep what they saw in the thread that built them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.batch.batch import Batch
+from hybridflow.dispatch.group import RankContext, WorkerSpec
+from hybridflow.dispatch.transfer import Arguments
+from hybridflow.single_controller.wire import pack, unpack
+from hybridflow.utils.errors import MachineError, StateError
+from hybridflow.utils.optional import load
+
+START = "start"
+"""Name under which building the workers appears in errors and deadlines."""
+
+
+@runtime_checkable
+class Closeable(Protocol):
+    """A worker that holds something that must be closed before its process ends."""
+
+    def close(self) -> None:
+        """Ends what the worker holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What went wrong on one rank, as plain values."""
+
+    rank: int
+    kind: str
+    """Class name of the exception, or ``died``."""
+    message: str
+    trace: str = ""
+    """The worker's traceback, or the last lines of its log."""
+    role: str = ""
+    """Role that was being built; empty outside the start."""
+    at: float = 0.0
+    """Wall-clock seconds, to find the first of several."""
+    original: bytes = b""
+    """The exception itself, pickled, when that is possible."""
+
+    @property
+    def died(self) -> bool:
+        """Whether the process is gone."""
+        return self.kind == "died"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer of one rank to one call."""
+
+    value: Any = None
+    failure: Failure | None = None
+    at: float = field(default_factory=time.time)
+    """Wall-clock seconds when the rank was done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What a rank tells about itself once its workers stand."""
+
+    node: str
+    pid: int
+    log: str = ""
+    """Path of its error log on its own node; empty: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of a group meet."""
+
+    address: str
+    port: int
+
+    def __str__(self) -> str:
+        """``host:port``, with brackets around an IPv6 address."""
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+
+def open_store(address: str, ports: Sequence[int], timeout_s: float) -> tuple[dist.TCPStore, Rendezvous]:
+    """A store that serves on the first port of ``ports`` that can be bound (0: any free one), and where it serves.
+
+    Raises:
+        MachineError: when none of them can be bound.
+    """
+    refused = []
+    for port in ports:
+        try:
+            store = dist.TCPStore(
+                address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            )
+        except (RuntimeError, OSError) as error:
+            refused.append(f"{Rendezvous(address=address, port=port)} ({str(error).splitlines()[0]})")
+            continue
+        return store, Rendezvous(address=address, port=store.port)
+    raise MachineError(f"no port can be bound on {socket.gethostname()}: {'; '.join(refused)}")
+
+
+def join_store(meeting: Rendezvous, timeout_s: float) -> dist.TCPStore:
+    """A client of the store that another process serves."""
+    return dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def open_world(
+    store: dist.TCPStore, meeting: Rendezvous, *, rank: int, world: int, backend: str, timeout_s: float
+) -> None:
+    """Initialises torch.distributed; every rank of the group calls it once. A process of one rank may call it again.
+
+    Raises:
+        StateError: when this process already belongs to a world of another size.
+    """
+    os.environ |= {"MASTER_ADDR": meeting.address, "MASTER_PORT": str(meeting.port)}
+    if dist.is_initialized():
+        if dist.get_world_size() != world or world != 1:
+            raise StateError(f"this process is already in a torch.distributed world of {dist.get_world_size()} ranks")
+        return
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def apply_environment(environment: Mapping[str, str], unset: Sequence[str]) -> None:
+    """Sets and removes variables of this process."""
+    for name in unset:
+        os.environ.pop(name, None)
+    os.environ |= environment
+
+
+class Host:
+    """The workers of one rank.
+
+    Args:
+        context: handed to every worker, with the siblings built so far.
+        specs: roles in the order in which they are built.
+    """
+
+    def __init__(self, context: RankContext, specs: Sequence[WorkerSpec]) -> None:
+        self.context = context
+        self._specs = tuple(specs)
+        self._building = ""
+
+    @property
+    def workers(self) -> dict[str, Any]:
+        """Workers by role."""
+        return self.context.siblings
+
+    def build(self) -> None:
+        """Constructs the workers; torch.distributed's world must be open."""
+        if self.context.device.startswith("cuda"):
+            torch.cuda.set_device(self.context.device)
+        for spec in self._specs:
+            self._building = spec.role
+            self.workers[spec.role] = load(spec.target)(self.context, **spec.kwargs)
+        self._building = ""
+
+    def start(self, open_ranks: Callable[[], None], hello: Hello) -> Reply:
+        """``hello`` once the world is open and the workers stand, or the failure. Never raises."""
+        try:
+            open_ranks()
+            self.build()
+            return Reply(hello)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the process boundary: the driver raises it with role, rank and method
+            return Reply(failure=replace(failure_of(error, self.context.rank), role=self._building))
+
+    def execute(self, role: str, method: str, arguments: Arguments) -> Any:
+        """The method's result; batches in it are on the CPU."""
+        result = getattr(self.workers[role], method)(*arguments.args, **arguments.kwargs)
+        return _to_cpu(result) if self.context.device != "cpu" else result
+
+    def answer(self, role: str, method: str, payload: bytes, *, wanted: bool) -> bytes:
+        """A packed ``Reply``: the result if it is ``wanted``, or the failure. Never raises."""
+        try:
+            value = self.execute(role, method, unpack(payload))
+            return pack(Reply(value if wanted else None))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the process boundary: the driver raises it with role, rank and method
+            return pack(Reply(failure=failure_of(error, self.context.rank)))
+
+    def close(self) -> None:
+        """Closes the workers, last built first; every one is tried. Raises the first error."""
+        errors: list[Exception] = []
+        for role in reversed(list(self.workers)):
+            worker = self.workers.pop(role)
+            if isinstance(worker, Closeable):
+                try:
+                    worker.close()
+                except Exception as error:  # re-raised below, after the others had their turn
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+def _to_cpu(result: Any) -> Any:
+    if isinstance(result, Batch):
+        return result.to("cpu")
+    if isinstance(result, tuple):
+        return tuple(_to_cpu(part) for part in result)
+    return result
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """``error`` as plain values."""
+    failure = Failure(
+        rank=rank,
+        kind=type(error).__name__,
+        message=str(error),
+        trace="".join(traceback.format_exception(error)),
+        at=time.time(),
+    )
+    try:
+        return replace(failure, original=pickle.dumps(error))
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return failure
+
+
+def dump_stacks() -> str:
+    """Python stacks of all threads of this process, innermost call first."""
+    with tempfile.TemporaryFile(mode="w+") as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+
+def node_name() -> str:
+    """Host name of this machine."""
+    return socket.gethostname()

@@ -1,0 +1,333 @@
+"""A worker group over any kind of ranks: submission order, deadlines, deaths, and the text of errors.
+
+``Lanes`` is what a kind of ranks must offer (Ray actors, forked processes, this process); ``LaneGroup`` is everything
+that does not depend on it. A call waits for all ranks that it reached, because the next one runs behind it on each.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridflow.batch.futures import Pending, Ready
+from hybridflow.single_controller import health
+from hybridflow.single_controller.calls import CallTable, PreparedCall
+from hybridflow.single_controller.host import START, Failure, Hello, Reply
+from hybridflow.utils.errors import DeadlineError, StateError, WorkerError
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 2.0
+"""How long the other ranks' failures are waited for once one rank failed, to tell the first from those it caused."""
+POLL_S = 0.5
+"""How often a wait looks for deaths in other groups; far below the 10 s in which one must be noticed."""
+STALL_SHARE = 0.5
+"""Share of its deadline after which a call is reported as slow."""
+PEER_SIGNS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "nccl")
+"""Texts by which gloo and NCCL complain about a rank that went away: failures of this kind are consequences."""
+
+
+class Lanes(Protocol):
+    """The ranks of one group. Call numbers rise; number 0 is the start, whose replies hold a ``Hello``."""
+
+    moved: int
+    """Payload bytes that went through the driver so far, both ways."""
+
+    def send(self, number: int, call: PreparedCall) -> None:
+        """Queues a call on the work lane of its ranks; does not wait for it."""
+        ...
+
+    def receive(self, number: int, timeout_s: float) -> dict[int, Reply]:
+        """Replies of this call that were not handed out yet; waits until there is one, at most ``timeout_s``."""
+        ...
+
+    def deaths(self) -> dict[int, Failure]:
+        """Ranks whose process is gone; does not wait."""
+        ...
+
+    def control(self, operation: str, ranks: Sequence[int], timeout_s: float, *args: Any) -> dict[int, Any]:
+        """Answers of the control lane by rank: ``ping``, ``dump_stacks`` or ``post``; silent ranks are missing."""
+        ...
+
+    def end(self, *, polite: bool) -> None:
+        """Ends every process. Polite: workers are closed first, on their work lane."""
+        ...
+
+
+class Submission:
+    """One call that was sent: who answered, who did not, and until when it is waited for."""
+
+    def __init__(
+        self, number: int, role: str, method: str, ranks: Sequence[int], deadline_s: float, previous: Submission | None
+    ) -> None:
+        self.number = number
+        self.role = role
+        self.method = method
+        self.ranks = tuple(ranks)
+        self.deadline_s = deadline_s
+        self.previous = previous
+        self.replies: dict[int, Reply] = {}
+        self.error: Exception | None = None
+        self.settled = False
+        self.submitted_at = time.time()
+        self.finished_at = 0.0
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not answered."""
+        return [rank for rank in self.ranks if rank not in self.replies]
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What failed so far."""
+        return [reply.failure for reply in self.replies.values() if reply.failure is not None]
+
+
+class LaneGroup:
+    """A ``WorkerGroup`` over lanes; base of ``RayGroup`` and ``LocalGroup``, which make the lanes."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        table: CallTable,
+        *,
+        world: int,
+        name: str,
+        start_timeout_s: float,
+        deadlines: Mapping[str, float],
+        default_deadline_s: float,
+        stack_folder: Path | None,
+    ) -> None:
+        self.name = name
+        self._lanes = lanes
+        self._table = table
+        self._world = world
+        self._deadlines = dict(deadlines)
+        self._default_deadline_s = default_deadline_s
+        self._stack_folder = stack_folder
+        self._send_lock = threading.Lock()
+        self._wait_lock = threading.RLock()
+        self._hello: dict[int, Hello] = {}
+        self._broken: Exception | None = None
+        self._ended = False
+        self._counted = 0
+        self._start = Submission(0, f"group {name}", START, range(world), start_timeout_s, None)
+        self._last = self._start
+        health.enlist(self)
+
+    # -------------------------------------------------------------------------------------------- the worker group
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self._world
+
+    def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
+        """See ``WorkerGroup.call``."""
+        if self._ended:
+            raise StateError(f"group {self.name!r} was shut down: {role}.{method} cannot be called")
+        if self._broken is not None:
+            raise WorkerError(f"group {self.name!r} cannot go on after: {self._broken}") from self._broken
+        prepared = self._table.prepare(role, method, args, kwargs)
+        deadline_s = self._deadlines.get(method, self._default_deadline_s)
+        with self._send_lock:
+            number = self._last.number + 1
+            self._last = Submission(number, role, method, prepared.ranks, deadline_s, self._last)
+            self._lanes.send(number, prepared)
+            pending = _Call(self, self._last, replace(prepared, shares=()))
+        return Ready(pending.wait()) if prepared.blocking else pending
+
+    def wait_ready(self) -> None:
+        """See ``WorkerGroup.wait_ready``."""
+        self.settle(self._start)
+        if self._start.error is not None:
+            raise self._start.error
+
+    def bytes_moved(self) -> int:
+        """Payload bytes that went through the driver since the last call of this method."""
+        moved, self._counted = self._lanes.moved - self._counted, self._lanes.moved
+        return moved
+
+    def post(self, message: Any, *, rank: int = 0) -> None:
+        """See ``WorkerGroup.post``."""
+        if not self._lanes.control("post", [rank], 10.0, message):
+            raise DeadlineError(f"group {self.name!r}: the control lane of {self.who(rank)} did not take a message")
+
+    def ping(self, *, timeout_s: float = 10.0) -> dict[int, float]:
+        """See ``WorkerGroup.ping``."""
+        return self._lanes.control("ping", range(self._world), timeout_s)
+
+    def dump_stacks(self, *, timeout_s: float = 10.0) -> dict[int, str]:
+        """See ``WorkerGroup.dump_stacks``."""
+        return self._lanes.control("dump_stacks", range(self._world), timeout_s)
+
+    def shutdown(self) -> None:
+        """See ``WorkerGroup.shutdown``. Waits for calls that still run only when the group is healthy."""
+        if self._ended:
+            return
+        self._ended = True
+        health.dismiss(self)
+        self._lanes.end(polite=self._broken is None and not self._lanes.deaths())
+
+    # ---------------------------------------------------------------------------------------------------- waiting
+
+    def who(self, rank: int) -> str:
+        """Rank, node and pid as text."""
+        hello = self._hello.get(rank)
+        place = f"node {hello.node}, pid {hello.pid}" if hello else "not started yet"
+        return f"rank {rank} of {self._world} ({place})"
+
+    def first_death(self) -> str | None:
+        """What died in this group, as text; None while all live."""
+        deaths = {} if self._ended else self._lanes.deaths()
+        if not deaths:
+            return None
+        return self._death_text(next(iter(deaths.values())), "between calls")
+
+    def settle(self, submission: Submission) -> None:
+        """Waits until a call, and every earlier one, has its answers or its error."""
+        with self._wait_lock:
+            line = []
+            earlier: Submission | None = submission
+            while earlier is not None and not earlier.settled:
+                line.append(earlier)
+                earlier = earlier.previous
+            for waiting in reversed(line):
+                self._settle_one(waiting)
+
+    def _settle_one(self, call: Submission) -> None:
+        ready_at = call.previous.finished_at if call.previous else 0.0
+        if self._broken is not None:
+            call.error = WorkerError(f"{call.role}.{call.method} was not run, because: {self._broken}")
+        elif call.ranks:
+            self._await(call, begun_at=max(call.submitted_at, ready_at))
+        call.settled = True
+        call.previous = None
+        ends = [reply.at for reply in call.replies.values()]
+        call.finished_at = min(time.time(), max(ends, default=time.time()))
+        if call is self._start:
+            self._hello |= {rank: reply.value for rank, reply in call.replies.items() if reply.failure is None}
+            self._broken = self._broken or call.error
+
+    def _await(self, call: Submission, *, begun_at: float) -> None:
+        stall_at = begun_at + STALL_SHARE * call.deadline_s
+        while call.missing and not call.failures:
+            now = time.time()
+            left_s = begun_at + call.deadline_s - now
+            call.replies |= self._lanes.receive(call.number, min(max(left_s, 0.0), POLL_S))
+            if not call.missing or call.failures:
+                break
+            if left_s <= 0:
+                self._broken = call.error = DeadlineError(self._deadline_text(call))
+                return
+            if now >= stall_at:
+                stall_at = float("inf")
+                self._report_stall(call)
+            elsewhere = health.death_elsewhere(self)
+            if elsewhere is not None:
+                self._broken = call.error = WorkerError(f"{call.role}.{call.method} given up, because {elsewhere}")
+                return
+        if call.failures:
+            self._fail(call)
+
+    def _fail(self, call: Submission) -> None:
+        grace_until = time.time() + GRACE_S
+        while call.missing and (left_s := grace_until - time.time()) > 0:
+            call.replies |= self._lanes.receive(call.number, left_s)
+        if call is self._start:
+            self._hello |= {rank: reply.value for rank, reply in call.replies.items() if reply.failure is None}
+        first, *others = sorted(call.failures, key=_precedence)
+        call.error = WorkerError(self._failure_text(call, first, others))
+        call.error.__cause__ = _original(first)
+        if call.missing or any(failure.died for failure in call.failures):
+            self._broken = call.error
+
+    # ----------------------------------------------------------------------------------------------------- text
+
+    def _failure_text(self, call: Submission, first: Failure, others: Sequence[Failure]) -> str:
+        if first.died:
+            text = self._death_text(first, f"during {call.role}.{call.method}")
+        else:
+            role = first.role or call.role
+            text = f"role {role!r}, {self.who(first.rank)}: {call.method} raised {first.kind}: {first.message}"
+        if others:
+            listing = ", ".join(f"rank {failure.rank} ({failure.kind})" for failure in others)
+            text += f"\nfailed as well, by the same call or because of it: {listing}"
+        if call.missing:
+            text += f"\ndid not answer: {', '.join(self.who(rank) for rank in call.missing)}"
+        title = "last lines of its log" if first.died else "its traceback"
+        return f"{text}\n--- rank {first.rank}, {title} ---\n{first.trace.rstrip()}" if first.trace else text
+
+    def _death_text(self, failure: Failure, when: str) -> str:
+        roles = ", ".join(self._table.roles)
+        return f"{self.who(failure.rank)} of group {self.name!r} (roles: {roles}) died {when}: {failure.message}"
+
+    def _deadline_text(self, call: Submission) -> str:
+        late = [self.who(rank) for rank in call.missing]
+        here = [str(rank) for rank in call.ranks if rank in call.replies]
+        text = f"role {call.role!r}: {call.method} passed its deadline of {call.deadline_s:g} s; no answer from "
+        text += f"{', '.join(late)}; answered: {'rank ' + ', '.join(here) if here else 'none'}"
+        if call is self._start and not self._hello:
+            text += ". A rank that never starts lacks a resource or hangs in its constructor"
+        stacks = self._lanes.control("dump_stacks", call.missing, 5.0)
+        for rank, stack in stacks.items():
+            text += f"\n--- rank {rank} stands at ---\n{stack.rstrip()}"
+        self._keep_stacks(stacks)
+        return text
+
+    def _keep_stacks(self, stacks: Mapping[int, str]) -> None:
+        if self._stack_folder is None:
+            return
+        self._stack_folder.mkdir(parents=True, exist_ok=True)
+        for rank, stack in stacks.items():
+            (self._stack_folder / f"stacks_{self.name}_rank{rank}.txt").write_text(stack)
+
+    def _report_stall(self, call: Submission) -> None:
+        late = ", ".join(self.who(rank) for rank in call.missing)
+        log.warning(
+            "%s.%s has used %.0f %% of its deadline of %g s; waiting for %s",
+            call.role, call.method, 100 * STALL_SHARE, call.deadline_s, late,
+        )  # fmt: skip
+
+
+class _Call(Pending[Any]):
+    """The pending result of one call on a ``LaneGroup``; may be waited for more than once."""
+
+    def __init__(self, group: LaneGroup, submission: Submission, prepared: PreparedCall) -> None:
+        self._group = group
+        self._submission = submission
+        self._prepared: PreparedCall | None = prepared
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        """See ``Pending.wait``. Consumes the replies; unblocked by the last rank, a failure or the deadline."""
+        self._group.settle(self._submission)
+        if self._submission.error is not None:
+            raise self._submission.error
+        if self._prepared is not None:
+            values = {rank: reply.value for rank, reply in self._submission.replies.items()}
+            self._result = self._prepared.collect(values)
+            self._prepared = None
+            self._submission.replies = {}
+        return self._result
+
+
+def _precedence(failure: Failure) -> tuple[bool, bool, float]:
+    text = f"{failure.kind} {failure.message}".lower()
+    return not failure.died, any(sign in text for sign in PEER_SIGNS), failure.at
+
+
+def _original(failure: Failure) -> BaseException | None:
+    if not failure.original:
+        return None
+    try:
+        return pickle.loads(failure.original)
+    except Exception:  # an exception class that cannot be rebuilt here: its text is in the message
+        return None
+

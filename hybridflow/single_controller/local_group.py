@@ -1,0 +1,338 @@
+"""A worker group without Ray: this process for one rank, forked processes above.
+
+The same workers, calls and errors as ``RayGroup``; a laptop debugger or a test needs no cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from hybridflow.batch.batch import Batch
+from hybridflow.dispatch.group import RankContext, WorkerSpec
+from hybridflow.dispatch.transfer import Arguments
+from hybridflow.single_controller import health
+from hybridflow.single_controller.calls import CallTable, PreparedCall
+from hybridflow.single_controller.host import (
+    Failure,
+    Hello,
+    Host,
+    Reply,
+    dump_stacks,
+    failure_of,
+    node_name,
+    open_store,
+    open_world,
+)
+from hybridflow.single_controller.lanes import LaneGroup, Lanes
+from hybridflow.single_controller.local_process import Plan, serve_rank, untagged
+from hybridflow.single_controller.wire import pack, unpack
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+PRELOAD = ("hybridflow.single_controller.local_process",)
+"""Modules that the fork server imports once, so that a rank starts in a fraction of a second."""
+CLOSE_TIMEOUT_S = 20.0
+"""How long shutdown waits for workers to close before their processes are killed."""
+
+
+class LocalGroup(LaneGroup):
+    """A group of ``n`` ranks on this machine.
+
+    With one rank the workers live in the calling process and thread: a call has run when it returns, deadlines cannot
+    interrupt it, and ``environment`` must already hold (a difference is logged). Above, each rank is a process of a fork
+    server: the calling script needs the ``if __name__ == "__main__"`` guard, as all of multiprocessing does.
+
+    Args:
+        n: ranks.
+        specs: roles, built in this order on every rank.
+        name: shown in errors.
+        environment: variables of the ranks, set before a worker module is imported.
+        unset: variables that the ranks must not have.
+        device: ``cpu`` or ``cuda`` (rank r uses ``cuda:r``).
+        backend: of torch.distributed; ``gloo`` on CPU, ``nccl`` on GPU.
+        start_timeout_s: from here until every rank has built its workers.
+        collective_timeout_s: torch.distributed's own timeout.
+        deadlines: seconds by method name, counted from when the call could start on its lane.
+        default_deadline_s: for all other methods.
+        ports: candidates of the rendezvous port, tried in order; 0 takes any free one.
+        stack_folder: where Python stacks of late ranks are written; None: only in the error.
+        preload: modules for the fork server; without effect when it runs already.
+
+    Raises:
+        ConfigError: see ``CallTable``.
+        MachineError: no port could be bound.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        specs: Sequence[WorkerSpec],
+        *,
+        name: str = "local",
+        environment: Mapping[str, str] | None = None,
+        unset: Sequence[str] = (),
+        device: str = "cpu",
+        backend: str = "gloo",
+        start_timeout_s: float = 600.0,
+        collective_timeout_s: float = 600.0,
+        deadlines: Mapping[str, float] | None = None,
+        default_deadline_s: float = 3600.0,
+        ports: Sequence[int] = (0,),
+        stack_folder: Path | None = None,
+        preload: Sequence[str] = PRELOAD,
+    ) -> None:
+        table = CallTable(specs, n)
+        threads = max(1, (os.cpu_count() or 1) // n)
+        plans = [
+            Plan(
+                context=_context(rank, n, device, threads),
+                specs=tuple(specs),
+                environment={"OMP_NUM_THREADS": str(threads), **(environment or {})},
+                unset=tuple(unset),
+                path=tuple(sys.path),
+                backend=backend,
+                collective_timeout_s=collective_timeout_s,
+            )
+            for rank in range(n)
+        ]
+        lanes: Lanes = _InProcess(plans[0], environment or {}, ports) if n == 1 else _Forked(plans, ports, preload)
+        super().__init__(
+            lanes,
+            table,
+            world=n,
+            name=name,
+            start_timeout_s=start_timeout_s,
+            deadlines=deadlines or {},
+            default_deadline_s=default_deadline_s,
+            stack_folder=stack_folder,
+        )
+
+
+def _context(rank: int, world: int, device: str, threads: int) -> RankContext:
+    return RankContext(
+        rank=rank,
+        world=world,
+        local_rank=rank,
+        node=node_name(),
+        device=device if device == "cpu" else f"{device}:{rank}",
+        threads=threads,
+    )
+
+
+class _InProcess:
+    """One rank in the calling thread. Its one-rank world is made once per process and kept: engines hold groups of it."""
+
+    def __init__(self, plan: Plan, environment: Mapping[str, str], ports: Sequence[int]) -> None:
+        self.moved = 0
+        differing = [name for name, value in environment.items() if os.environ.get(name) != value]
+        differing += [name for name in plan.unset if name in os.environ]
+        if differing:
+            log.warning("this process was started without the environment it needs: %s", ", ".join(differing))
+        self._host = Host(plan.context, plan.specs)
+        self._replies: dict[int, Reply] = {}
+
+        def open_ranks() -> None:
+            store, meeting = open_store(LOOPBACK, ports, plan.collective_timeout_s)
+            open_world(store, meeting, rank=0, world=1, backend=plan.backend, timeout_s=plan.collective_timeout_s)
+
+        self._replies[0] = self._host.start(open_ranks, Hello(node=node_name(), pid=os.getpid()))
+
+    def send(self, number: int, call: PreparedCall) -> None:
+        share = call.shares[0]
+        assert share is not None, "a group of one rank calls rank 0"
+        try:
+            value = self._host.execute(call.role, call.method, share)
+            self.moved += _payload(share) + _payload(Arguments(value if isinstance(value, tuple) else (value,)))
+            self._replies[number] = Reply(value)
+        except Exception as error:  # the boundary of the worker: raised by wait() with role, rank and method
+            self._replies[number] = Reply(failure=failure_of(error, 0))
+
+    def receive(self, number: int, timeout_s: float) -> dict[int, Reply]:
+        return {0: self._replies.pop(number)}
+
+    def deaths(self) -> dict[int, Failure]:
+        return {}
+
+    def control(self, operation: str, ranks: Sequence[int], timeout_s: float, *args: Any) -> dict[int, Any]:
+        if operation == "post":
+            self._host.context.mailbox.put(*args)
+        return {0: {"post": True, "ping": 0.0, "dump_stacks": dump_stacks()}[operation]}
+
+    def end(self, *, polite: bool) -> None:
+        self._host.close()
+
+
+def _payload(arguments: Arguments) -> int:
+    return sum(batch.nbytes() for batch in arguments.batches().values())
+
+
+class _Forked:
+    """Ranks as processes of a fork server; two pipes each, and one thread here that reads them all."""
+
+    def __init__(self, plans: Sequence[Plan], ports: Sequence[int], preload: Sequence[str]) -> None:
+        self.moved = 0
+        self._arrived = threading.Condition()
+        self._replies: dict[int, dict[int, Reply]] = defaultdict(dict)
+        self._answers: dict[int, dict[int, Any]] = {}
+        self._deaths: dict[int, Failure] = {}
+        self._running: dict[int, list[int]] = {rank: [0] for rank in range(len(plans))}
+        self._asked = 0
+        self._ending = False
+        self._send_lock = threading.Lock()
+        self._store, self._meeting = open_store(LOOPBACK, ports, plans[0].collective_timeout_s)
+        self._start(plans, preload)
+        threading.Thread(target=self._read, name="hybridflow-replies", daemon=True).start()
+
+    def _start(self, plans: Sequence[Plan], preload: Sequence[str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(preload))
+        self._work: list[connection.Connection] = []
+        self._control: list[connection.Connection] = []
+        self._processes: list[BaseProcess] = []
+        for rank, plan in enumerate(plans):
+            work, their_work = context.Pipe()
+            control, their_control = context.Pipe()
+            process = context.Process(
+                target=serve_rank,
+                args=(their_work, their_control, pack(plan), self._meeting),
+                name=f"hybridflow-rank{rank}",
+                daemon=False,
+            )
+            process.start()
+            their_work.close()
+            their_control.close()
+            self._work.append(work)
+            self._control.append(control)
+            self._processes.append(process)
+
+    def send(self, number: int, call: PreparedCall) -> None:
+        packed: dict[int, bytes] = {}
+        for rank, share in enumerate(call.shares):
+            if share is None:
+                continue
+            payload = packed.setdefault(id(share), b"") or pack(share)
+            packed[id(share)] = payload
+            self._running[rank].append(number)
+            try:
+                with self._send_lock:
+                    self._work[rank].send_bytes(pack((number, call.role, call.method, rank in call.wanted)))
+                    self._work[rank].send_bytes(payload)
+            except (BrokenPipeError, ConnectionError):
+                self._mourn(rank)
+            self.moved += len(payload)
+
+    def receive(self, number: int, timeout_s: float) -> dict[int, Reply]:
+        with self._arrived:
+            self._arrived.wait_for(lambda: number in self._replies, timeout_s)
+            return self._replies.pop(number, {})
+
+    def deaths(self) -> dict[int, Failure]:
+        return dict(self._deaths)
+
+    def control(self, operation: str, ranks: Sequence[int], timeout_s: float, *args: Any) -> dict[int, Any]:
+        with self._arrived:
+            self._asked += 1
+            question, asked_at = self._asked, time.monotonic()
+            self._answers[question] = {}
+        reached = 0
+        for rank in ranks:
+            try:
+                with self._send_lock:
+                    self._control[rank].send_bytes(pack((question, operation, args)))
+                reached += 1
+            except (BrokenPipeError, ConnectionError, OSError):
+                continue
+        with self._arrived:
+            self._arrived.wait_for(lambda: len(self._answers[question]) >= reached, timeout_s)
+            answers = self._answers.pop(question)
+        if operation == "ping":
+            return {rank: at - asked_at for rank, (_, at) in answers.items()}
+        return {rank: answer for rank, (answer, _) in answers.items()}
+
+    def end(self, *, polite: bool) -> None:
+        self._ending = True
+        pids = [process.pid for process in self._processes if process.pid is not None]
+        children = health.descendants(pids)
+        if polite:
+            for work in self._work:
+                try:
+                    work.send_bytes(pack(None))
+                except (BrokenPipeError, ConnectionError):
+                    continue
+            until = time.monotonic() + CLOSE_TIMEOUT_S
+            for process in self._processes:
+                process.join(max(0.0, until - time.monotonic()))
+        health.kill(children, timeout_s=0.0)
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join(5.0)
+        health.wait_gone(children, timeout_s=5.0)
+        health.remove_segments([*pids, *children], [self._meeting.port])
+        for pipe in (*self._work, *self._control):
+            pipe.close()
+        del self._store
+
+    # ---------------------------------------------------------------------------------------- the reading thread
+
+    def _read(self) -> None:
+        """Hands out replies until every rank is gone; consumes both pipes of every rank."""
+        open_pipes = {pipe: (rank, True) for rank, pipe in enumerate(self._work)}
+        open_pipes |= {pipe: (rank, False) for rank, pipe in enumerate(self._control)}
+        while open_pipes:
+            try:
+                ready = connection.wait(list(open_pipes), timeout=1.0)
+            except OSError:  # closed by end()
+                return
+            for pipe in ready:
+                assert isinstance(pipe, connection.Connection)
+                rank, is_work = open_pipes[pipe]
+                try:
+                    data = pipe.recv_bytes()
+                except (EOFError, OSError):
+                    del open_pipes[pipe]
+                    if is_work:
+                        self._mourn(rank)
+                    continue
+                self._take(rank, data, is_work=is_work)
+
+    def _take(self, rank: int, data: bytes, *, is_work: bool) -> None:
+        number, packed = untagged(data)
+        value = unpack(packed)
+        with self._arrived:
+            if is_work:
+                self.moved += len(data)
+                self._running[rank].remove(number)
+                self._replies[number][rank] = value
+            elif number in self._answers:
+                self._answers[number][rank] = (value, time.monotonic())
+            self._arrived.notify_all()
+
+    def _mourn(self, rank: int) -> None:
+        """Every call that still runs or waits on a rank whose process is gone fails."""
+        process = self._processes[rank]
+        if not self._ending:
+            process.join(1.0)
+        with self._arrived:
+            failure = self._deaths.get(rank) or Failure(
+                rank=rank, kind="died", message=health.exit_cause(process.exitcode), at=time.time()
+            )
+            if not self._ending:
+                self._deaths[rank] = failure
+            for number in self._running[rank]:
+                self._replies[number][rank] = Reply(failure=failure)
+            self._running[rank] = []
+            self._arrived.notify_all()
+

@@ -1,0 +1,150 @@
+"""Workers that the tests of groups call; imported by their processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.batch.batch import Batch
+from hybridflow.dispatch.group import RankContext
+from hybridflow.dispatch.register import register
+from hybridflow.utils.errors import ConfigError
+
+
+class Echo:
+    """Returns what it sees."""
+
+    def __init__(self, context: RankContext, *, offset: int = 0, threads_seen: bool = True) -> None:
+        self.context = context
+        self.offset = offset
+        self.built_in = threading.get_ident()
+        self.history: list[str] = []
+
+    @register(dispatch="DP_COMPUTE", reads=("x",), writes=("y",))
+    def shift(self, batch: Batch, *, by: int = 1) -> tuple[Batch, Mapping[str, float]]:
+        """Adds y = x + by, and the sum of the valid x over all ranks."""
+        total = (batch["x"] * batch["valid"]).sum().double()
+        dist.all_reduce(total)
+        return Batch({"y": batch["x"] + by + self.offset}), {"sum": total.item(), "rows": len(batch)}
+
+    @register(dispatch="ONE_TO_ALL")
+    def note(self, word: str, *, seconds: float = 0.0) -> list[str]:
+        """Remembers a word; all words so far."""
+        time.sleep(seconds)
+        self.history.append(word)
+        return self.history
+
+    @register(dispatch="ONE_TO_ALL")
+    def whoami(self) -> dict[str, object]:
+        """Where this rank runs."""
+        return {
+            "rank": self.context.rank,
+            "world": dist.get_world_size(),
+            "pid": os.getpid(),
+            "same_thread": threading.get_ident() == self.built_in,
+            "siblings": sorted(self.context.siblings),
+            "threads": torch.get_num_threads(),
+        }
+
+    @register(dispatch="ONE_TO_ALL")
+    def variables(self, *names: str) -> list[str | None]:
+        """Environment of this rank."""
+        return [os.environ.get(name) for name in names]
+
+    @register(dispatch="RANK_ZERO")
+    def drain(self) -> list[object]:
+        """Messages in the mailbox."""
+        return self.context.mailbox.drain()
+
+    @register(dispatch="RANK_ZERO", blocking=True)
+    def first(self) -> int:
+        """Rank of who was called."""
+        return self.context.rank
+
+    @register(dispatch="MESH_3D")
+    def fail(self, *, rank: int) -> None:
+        """Raises on one rank while the others wait in a collective; rank -1: on all."""
+        if rank in (-1, self.context.rank):
+            raise ConfigError("this rank was told to fail")
+        dist.barrier()
+
+    @register(dispatch="ONE_TO_ALL")
+    def leave(self) -> None:
+        """Calls sys.exit."""
+        sys.exit(3)
+
+    @register(dispatch="ONE_TO_ALL")
+    def unpicklable(self) -> object:
+        """Something that cannot travel."""
+        return threading.Lock()
+
+    @register(dispatch="ONE_TO_ALL")
+    def doze(self, *, seconds: float, rank: int = -1) -> None:
+        """Sleeps in the work lane."""
+        if rank in (-1, self.context.rank):
+            time.sleep(seconds)
+
+    @register(dispatch="ONE_TO_ALL")
+    def kill_self(self, *, rank: int) -> None:
+        """kill -9 on itself, while the others wait for it."""
+        if self.context.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+
+class Sibling:
+    """A second role of the same process."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.echo: Echo = context.siblings["echo"]
+
+    @register(dispatch="ONE_TO_ALL")
+    def words(self) -> list[str]:
+        """What the other role remembers."""
+        return self.echo.history
+
+
+class Broken:
+    """Cannot be built."""
+
+    def __init__(self, context: RankContext) -> None:
+        raise ValueError("no such model")
+
+    @register(dispatch="ONE_TO_ALL")
+    def never(self) -> None:
+        """Is never reached."""
+
+
+class Slow:
+    """Takes its time to be built."""
+
+    def __init__(self, context: RankContext, *, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @register(dispatch="ONE_TO_ALL")
+    def done(self) -> bool:
+        """True."""
+        return True
+
+
+class Closing:
+    """Writes a file when it is closed."""
+
+    def __init__(self, context: RankContext, *, path: str) -> None:
+        self.path = f"{path}.{context.rank}"
+
+    @register(dispatch="ONE_TO_ALL")
+    def nothing(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Leaves a mark."""
+        with open(self.path, "w") as file:
+            file.write("closed")
