@@ -100,9 +100,9 @@ def grpo_passk(
     """What a row adds to the best of k samples, averaged over all sets of k of its group that hold it.
 
     ``A_i = mean over S (|S| = k, i in S) of max(S) - max(S without i)``, the leave-one-out gradient of max@k
-    (arXiv:2503.19595), over the group's standard deviation + 1e-6 where ``norm_adv_by_std_in_grpo``. With ``passk`` equal
-    to the group size only the best row has an advantage, best minus second best (a tie: none). A group with fewer
-    survivors than ``passk`` uses their number. The constant factor k of the gradient is left out.
+    (arXiv:2503.19595), over the group's standard deviation + 1e-6 where ``norm_adv_by_std_in_grpo``. With ``passk``
+    equal to the group size only the best row has an advantage, best minus second best (a tie: none). A group with
+    fewer survivors than ``passk`` uses their number. The constant factor k of the gradient is left out.
     """
     groups = Groups.of(group_id, mask.any(dim=1))
     scores = outcome(token_rewards, mask)
@@ -115,7 +115,7 @@ def grpo_passk(
 
 
 def _best_of_k_gain(scores: Float[Tensor, " n"], k: int) -> Float[Tensor, " n"]:
-    """``E relu(score_i - max of k - 1 others)``; the others' maximum is their j-th smallest with hypergeometric odds."""
+    """``E relu(score_i - max of k - 1 others)``; that maximum is the others' j-th smallest with hypergeometric odds."""
     if k < 2:
         return torch.zeros_like(scores)
     n = len(scores)

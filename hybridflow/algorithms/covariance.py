@@ -36,8 +36,8 @@ def select_by_covariance(
     """Tokens that clip_cov detaches, or that carry the KL term of kl_cov.
 
     kl_cov: the ``kl_cov_ratio`` share of all tokens with the highest covariance. clip_cov: a pseudo-random
-    ``clip_cov_ratio`` share, drawn from tokens whose covariance lies within [``clip_cov_lb``, ``clip_cov_ub``]; the draw
-    depends on the token's numbers alone, so that it follows a row wherever it moves. At least one token.
+    ``clip_cov_ratio`` share, drawn from tokens whose covariance lies within [``clip_cov_lb``, ``clip_cov_ub``]; the
+    draw depends on the token's numbers alone, so that it follows a row wherever it moves. At least one token.
     """
     covariance = token_covariance(log_probs=log_probs, advantages=advantages, mask=mask)
     if config.loss_mode == "kl_cov":

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from hybridflow.algorithms.aggregation import AGGREGATIONS
 from hybridflow.algorithms.contract import Counts, Metric, Outputs
+from hybridflow.algorithms.correction import accepted, importance_weights, rejections
 from hybridflow.algorithms.kl import base_kind, kl_estimate
 from hybridflow.algorithms.masking import keep, masked_sum
 from hybridflow.algorithms.policy_loss import SEQUENCE_LEVEL, log_ratio, resolve
 from hybridflow.algorithms.value_loss import clipped_value_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.config.actor import ActorConfig
+from hybridflow.config.algorithm import RolloutCorrectionConfig
 from hybridflow.config.critic import CriticConfig
 from hybridflow.utils.errors import ConfigError, EngineError
 
@@ -27,17 +29,43 @@ class ActorLoss:
     """Policy loss - entropy bonus + KL to the reference.
 
     Reads the columns loss_mask, advantages, old_log_probs (absent: the first and only update of a batch, where the
-    current log-probs are the old ones), ref_log_probs (with ``use_kl_loss``), correction_weights (when present).
+    current log-probs are the old ones), ref_log_probs (with ``use_kl_loss``), correction_weights (when present), and
+    whatever the configured policy loss asks for by name.
     """
 
-    def __init__(self, config: ActorConfig, *, max_response_length: int) -> None:
+    def __init__(
+        self,
+        config: ActorConfig,
+        *,
+        max_response_length: int,
+        correction: RolloutCorrectionConfig | None = None,
+    ) -> None:
         """``max_response_length``: divisor of seq-mean-token-sum-norm where ``loss_scale_factor`` is not given.
 
+        ``correction`` matters in bypass mode alone, where old_log_probs are the sampler's: tokens that its bounds
+        reject then count 0 in the policy term (the counts, which must be known before the update, still hold them),
+        and with ``loss_type=reinforce`` the loss is ``-A log pi`` with weights current / rollout.
+
         Raises:
-            ConfigError: an unknown loss, aggregation or KL name.
+            ConfigError: an unknown loss, aggregation, KL or rejection name, or an option that cannot work in a loss.
         """
+        self._bypass = correction if correction is not None and correction.bypass_mode else None
         name = config.policy_loss.loss_mode
+        if self._bypass is not None:
+            rejections(self._bypass)
+            if self._bypass.loss_type == "reinforce":
+                name = "reinforce"
+            elif self._bypass.loss_type != "ppo_clip":
+                raise ConfigError(
+                    f"algorithm.rollout_correction.loss_type={self._bypass.loss_type!r}: use ppo_clip or reinforce"
+                )
+            if self._bypass.rollout_is_batch_normalize:
+                raise ConfigError(
+                    "algorithm.rollout_correction.rollout_is_batch_normalize cannot work in bypass mode: its weights "
+                    "are made inside the loss, one micro-batch at a time"
+                )
         resolve(name)
+        self._name = name
         if config.loss_agg_mode not in AGGREGATIONS:
             allowed = ", ".join(AGGREGATIONS)
             raise ConfigError(f"loss_agg_mode {config.loss_agg_mode!r} is unknown: use one of {allowed}")
@@ -54,16 +82,18 @@ class ActorLoss:
         log_probs = _given(outputs.log_probs, "log_probs")
         columns = {name: value for name, value in rows.tensors().items() if name not in _PASSED_BY_NAME}
         old = rows["old_log_probs"] if "old_log_probs" in rows else log_probs.detach()
-        losses, measures = resolve(config.policy_loss.loss_mode)(
+        losses, measures = resolve(self._name)(
             log_probs=log_probs, old_log_probs=old, advantages=rows["advantages"], mask=mask, config=config, **columns
         )
         if "correction_weights" in rows:
             losses = keep(losses, mask) * keep(rows["correction_weights"], mask).detach()
+        difference, tokens = log_ratio(log_probs.detach(), old, mask), mask.sum()
+        metrics: dict[str, Metric] = {}
+        if self._bypass is not None:
+            losses, metrics = self._bypass_terms(losses, difference, mask)
         loss = self._share(losses, mask, counts, self._policy_agg)
         # One name for the share of the policy term alone, whatever is added to the loss below.
-        metrics = {"actor/pg_loss": Metric(loss.detach(), how="sum")}
-        difference = log_ratio(log_probs.detach(), old, mask)
-        tokens = mask.sum()
+        metrics["actor/pg_loss"] = Metric(loss.detach(), how="sum")
         metrics |= {name: Metric(_sum(value, mask), tokens) for name, value in measures.items()}
         metrics["actor/ppo_kl"] = Metric(_sum(-difference, mask), tokens)
         if config.entropy_coeff:
@@ -75,6 +105,19 @@ class ActorLoss:
             loss = loss + config.kl_loss_coef * kl
             metrics["actor/kl_loss"] = Metric(kl.detach(), how="sum")
         return loss, metrics
+
+    def _bypass_terms(self, losses: Tensor, difference: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+        """Losses without rejected tokens and, for reinforce, weighted; with both shares as metrics."""
+        bypass, tokens = self._bypass, mask.sum()
+        assert bypass is not None
+        kept = accepted(log_ratio=difference, mask=mask, config=bypass)
+        losses = torch.where(kept, losses, 0.0)
+        metrics = {"rollout_corr/rollout_rs_masked_fraction": Metric(_sum(~kept, mask), tokens)}
+        if self._name == "reinforce" and bypass.rollout_is is not None:
+            weights = importance_weights(log_ratio=difference, mask=mask, config=bypass)
+            losses = losses * weights
+            metrics["rollout_corr/rollout_is_mean"] = Metric(_sum(weights, mask), tokens)
+        return losses, metrics
 
     def _kl(self, log_probs: Tensor, rows: Batch, difference: Tensor) -> Tensor:
         mask = rows["loss_mask"]

@@ -6,7 +6,7 @@ with rewards to go G, the sampled token's probability pi(y) and S = sum_v pi(v)^
 the log-prob's gradient in the logits stands for that in the parameters, so only forward passes are needed).
 
 Which tokens of a group's samples are compared: the t-th policy token of each (``optimal_token_baseline``), or the t-th
-token of the k-th policy turn of each (``tir_optimal_token_baseline``: after a tool reply the samples are aligned again).
+token of the k-th policy turn of each (``tir_optimal_token_baseline``: a tool reply aligns the samples anew).
 """
 
 from __future__ import annotations

@@ -46,13 +46,18 @@ TABLE: dict[str, Column] = {
         Column("reward_info", "object", "B", "dict of further numbers of the scorer", "reward"),
         Column("old_log_probs", "float32", "B T", "nats, tempered, at the start of the step", "actor"),
         Column("old_entropy", "float32", "B T", "nats, tempered, at the start of the step", "actor"),
+        Column("old_sum_pi_squared", "float32", "B T", "sum of squared token probabilities, tempered", "actor"),
+        Column("baseline_score", "float64", "B", "score of the prompt's greedy response (remax)", "trainer"),
         Column("ref_log_probs", "float32", "B T", "nats, tempered", "reference"),
         Column("values", "float32", "B T", "return expected before the token", "critic"),
-        Column("loss_mask", "bool", "B T", "response_mask of valid, not rejected rows; every loss uses it", "advantage"),
+        Column(
+            "loss_mask", "bool", "B T", "response_mask of valid, not rejected rows; every loss uses it", "advantage"
+        ),
         Column("token_rewards", "float32", "B T", "shaped reward per token", "advantage"),
         Column("advantages", "float32", "B T", "0 at masked positions", "advantage"),
         Column("returns", "float32", "B T", "critic target", "advantage"),
         Column("row_index", "int64", "B", "position in the batch of the step; names the row's mini-batch", "roles"),
+        Column("covariance_selected", "bool", "B T", "tokens that clip_cov and kl_cov single out", "advantage"),
         Column("correction_weights", "float32", "B T", "importance weight old/rollout, no gradient", "advantage"),
     )
 }
