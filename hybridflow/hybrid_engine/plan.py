@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybridflow.hybrid_engine.boxes import Box, BoxTable, extents, intersect, volume
-from hybridflow.utils.errors import EngineError
+from hybridflow.utils.errors import ConfigError, EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,22 @@ class RankPlan:
             sources = ", ".join(f"{move.box} from {move.peer}" for move in group.receives) or "nothing"
             lines.append(f"  {first.name}{more}: needs {group.needed}, copies {group.local}, receives {sources}")
         return "\n".join(lines)
+
+
+def permuted_order(world: int, tp: int) -> tuple[int, ...]:
+    """Ranks in shard order: shard ``s(r) = (r mod tp) world/tp + r div tp`` belongs to rank r.
+
+    With it, every FSDP shard of a column-parallel weight lies inside the generation slice of its own rank.
+
+    Raises:
+        ConfigError: when tp does not divide the world.
+    """
+    if tp < 1 or world % tp:
+        raise ConfigError(f"generation tp={tp} does not divide {world} training ranks")
+    order = [0] * world
+    for rank in range(world):
+        order[(rank % tp) * (world // tp) + rank // tp] = rank
+    return tuple(order)
 
 
 def plan_rank(slices: Sequence[Slice], rank: int, *, ranks_per_node: int | None = None) -> RankPlan:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridflow.engines.rollout.base import EngineParameters
+from hybridflow.engines.rollout.inflight import DTYPES
 from hybridflow.engines.train.base import Shard
 from hybridflow.hybrid_engine.boxes import Box
 from hybridflow.hybrid_engine.match import Block, match
@@ -55,10 +56,11 @@ class Publisher:
 
     Args:
         engine_shards: this rank's training blocks, read anew at every publish.
-        parameters: this rank's generation storage, read anew at every publish.
+        parameters: this rank's generation storage; its views must stay valid for as long as the publisher is used.
         written: told the version once the storage holds it (``RolloutEngine.weights_written``).
         group: ranks that take part; None: the default group when torch.distributed is up, else this process alone.
-        rollout_dtype: dtype that the generator is expected to store (float32 parts are allowed beside it); None: any.
+        rollout_dtype: dtype that the generator should store, torch's or by its configured name (float32 parts are
+            allowed beside it); None: any.
         bucket_bytes: size of a transfer bucket; at most two exist at a time.
         tied: other names of parameters: alias -> name; either side may use either.
         verify: when checksums of both sides are compared: ``first``, ``always`` or ``never``.
@@ -68,11 +70,11 @@ class Publisher:
     def __init__(
         self,
         engine_shards: Callable[[], Sequence[Shard]],
-        parameters: Callable[[], EngineParameters],
+        parameters: EngineParameters,
         written: Callable[[int], None],
         *,
         group: dist.ProcessGroup | None = None,
-        rollout_dtype: torch.dtype | None = None,
+        rollout_dtype: torch.dtype | str | None = None,
         bucket_bytes: int = 64 << 20,
         tied: Mapping[str, str] | None = None,
         verify: str = "first",
@@ -88,7 +90,7 @@ class Publisher:
         self._world = dist.get_world_size(self._group) if self._group is not None else 1
         if self._world == 1:
             self._group = None
-        self._rollout_dtype = rollout_dtype
+        self._rollout_dtype = _torch_dtype(rollout_dtype)
         self._bucket_bytes = bucket_bytes
         self._tied = dict(tied or {})
         self._verify = verify
@@ -154,7 +156,7 @@ class Publisher:
         """Both sides of this rank; raises on all ranks when one cannot take part or means another version."""
         side, failure, cause = _Side((), EngineParameters(()), (), ()), "", None
         try:
-            side = _side(self._engine_shards(), self._parameters())
+            side = _side(self._engine_shards(), self._parameters)
         except Exception as error:  # noqa: BLE001 - raised below on all ranks: a rank that left would keep the others waiting
             failure, cause = f"{type(error).__name__}: {error}", error
         said = self._gather((version, side.digest(), failure))
@@ -233,6 +235,11 @@ class _Side:
     def digest(self) -> str:
         """A hash of this rank's layout."""
         return hashlib.sha256(repr((self.owned, self.held)).encode()).hexdigest()
+
+
+def _torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The torch dtype of a configured name."""
+    return getattr(torch, DTYPES[dtype]) if isinstance(dtype, str) else dtype
 
 
 def _side(shards: Sequence[Shard], parts: EngineParameters) -> _Side:

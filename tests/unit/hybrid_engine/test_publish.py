@@ -19,7 +19,9 @@ class Sides:
     def __init__(self, *, rollout_dtype=torch.float32, generated=(EMBED, WEIGHT)):
         generator = torch.Generator().manual_seed(0)
         self.full = {EMBED: torch.randn(6, 4, generator=generator), WEIGHT: torch.randn(8, 4, generator=generator)}
-        self.storage = {name: torch.zeros_like(self.full.get(name, self.full[EMBED]), dtype=rollout_dtype) for name in generated}
+        self.storage = {
+            name: torch.zeros_like(self.full.get(name, self.full[EMBED]), dtype=rollout_dtype) for name in generated
+        }
         self.told: list[int] = []
 
     def shards(self):
@@ -34,7 +36,7 @@ class Sides:
         self.told.append(version)
 
     def publisher(self, **settings):
-        return Publisher(self.shards, self.parameters, self.written, **settings)
+        return Publisher(self.shards, self.parameters(), self.written, **settings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
