@@ -295,8 +295,8 @@ def report(results: Sequence[Result], spec: Spec, options: argparse.Namespace) -
         f"# {options.work}, {options.dtype}: {completions} completions x {spec.response_tokens} tokens",
         "",
         f"- date: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC; commit {version_of_code()}",
-        f"- machine: {cpu_name()}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, "
-        + f"load at the end {os.getloadavg()[0]:.1f}; Python {platform.python_version()}",
+        f"- machine: {cpu_name()}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB",
+        f"- Python {platform.python_version()}; load at the end {os.getloadavg()[0]:.1f}",
         f"- command: `python {' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}`",
         f"- versions: {json.dumps({key: value for result in results for key, value in result.versions.items()})}",
         f"- {options.steps} steps a run, the first {options.drop} dropped, medians",
