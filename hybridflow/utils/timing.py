@@ -31,10 +31,13 @@ class Stopwatch:
         """Adds time that was measured elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
+    @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase, in the order in which phases first ended."""
+        """Seconds by phase since the last ``take``, in the order in which phases first ended."""
         return dict(self._seconds)
 
-    def reset(self) -> None:
-        """Forgets everything: a new step begins."""
+    def take(self) -> dict[str, float]:
+        """Metrics ``timing_s/<phase>`` of everything since the last ``take``, which starts anew."""
+        metrics = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
+        return metrics

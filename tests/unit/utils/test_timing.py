@@ -13,15 +13,15 @@ class Clock:
         return self.now
 
 
-def test_a_phase_entered_twice_is_summed_until_reset():
+def test_a_phase_entered_twice_is_summed_and_take_starts_anew():
     clock = Clock()
     watch = Stopwatch(clock)
     for seconds in (1.0, 2.5):
         with watch.phase("gen"):
             clock.now += seconds
-    assert watch.seconds() == {"gen": 3.5}
-    watch.reset()
-    assert watch.seconds() == {}
+    assert watch.seconds == {"gen": 3.5}
+    assert watch.take() == {"timing_s/gen": 3.5}
+    assert watch.take() == {}
 
 
 def test_nested_phases_each_count_their_own_inside():
@@ -31,7 +31,7 @@ def test_nested_phases_each_count_their_own_inside():
         with watch.phase("adv"):
             clock.now += 1
         clock.now += 2
-    assert watch.seconds() == {"adv": 1.0, "step": 3.0}
+    assert watch.seconds == {"adv": 1.0, "step": 3.0}
 
 
 def test_a_phase_that_raises_is_still_counted():
@@ -40,4 +40,4 @@ def test_a_phase_that_raises_is_still_counted():
     with pytest.raises(ZeroDivisionError), watch.phase("ref"):
         clock.now += 4
         raise ZeroDivisionError
-    assert watch.seconds() == {"ref": 4.0}
+    assert watch.seconds == {"ref": 4.0}
