@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 
 T = TypeVar("T", covariant=True)
@@ -34,6 +35,20 @@ class Ready(Pending[T]):
     def wait(self) -> T:
         """The value."""
         return self._value
+
+
+class Mapped(Pending[T]):
+    """The result of another call, seen through a function."""
+
+    __slots__ = ("_call", "_see")
+
+    def __init__(self, call: Pending[Any], see: Callable[[Any], T]) -> None:
+        self._call = call
+        self._see = see
+
+    def wait(self) -> T:
+        """What ``see`` makes of the other call's result; raises as that call does."""
+        return self._see(self._call.wait())
 
 
 @overload

@@ -161,6 +161,8 @@ class ValSamplingConfig(Section):
     """-1, 0 or None: off."""
     top_p: Annotated[float, Within(above=0, high=1)] = 1.0
     """1: off."""
+    greedy_too: bool = True
+    """Whether a greedy pass is reported beside the sampled one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

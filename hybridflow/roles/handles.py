@@ -6,12 +6,13 @@ the ranks are is the group's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.futures import Pending
+from hybridflow.batch.futures import Mapped, Pending
 from hybridflow.dispatch.group import WorkerGroup
 from hybridflow.roles.protocols import Metrics, SamplingMode
 
@@ -92,7 +93,22 @@ class WeightsHandle(Handle):
 
     def publish(self, *, version: int) -> Pending[Metrics]:
         """See ``roles.protocols.Weights``."""
-        return self._call("publish", version=version)
+        return Mapped(self._call("publish", version=version), combine_ranks)
+
+
+def combine_ranks(per_rank: Sequence[Metrics]) -> Metrics:
+    """Metrics of a weight transfer over all ranks: bytes and messages add up, seconds and peaks are the worst rank's.
+
+    The ratio to the bound is that of the totals (1 where nothing has to move).
+    """
+    combined: dict[str, float] = {}
+    for name in per_rank[0]:
+        values = [metrics[name] for metrics in per_rank]
+        worst = name.endswith("seconds") or "peak" in name or name.endswith("rounds")
+        combined[name] = max(values) if worst else sum(values)
+    bound = combined["publish/bound_bytes"]
+    combined["publish/ratio_to_bound"] = combined["publish/bytes"] / bound if bound else 1.0
+    return combined
 
 
 def numbered(batch: Batch) -> Batch:

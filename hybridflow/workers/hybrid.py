@@ -24,7 +24,7 @@ class WeightsWorker:
         self._rollout = rollout
         self._publisher = Publisher(
             actor.engine.shards,
-            rollout.engine.parameters,
+            rollout.engine.parameters(),
             rollout.engine.weights_written,
             bucket_bytes=transfer.update_weights_bucket_megabytes << 20,
             verify=transfer.verify,
