@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.batch.batch import Batch
-from hybridflow.dispatch.group import RankContext, WorkerSpec
+from hybridflow.dispatch.group import Mailbox, RankContext, WorkerSpec
 from hybridflow.dispatch.transfer import Arguments
 from hybridflow.single_controller.wire import pack, unpack
 from hybridflow.utils.errors import MachineError, StateError
@@ -75,8 +75,8 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """What a rank tells about itself once its workers stand."""
+class Place:
+    """Where a rank runs."""
 
     node: str
     pid: int
@@ -153,7 +153,7 @@ class Host:
     """
 
     def __init__(self, context: RankContext, specs: Sequence[WorkerSpec]) -> None:
-        self.context = context
+        self.context = replace(context, node=context.node or node_name())
         self._specs = tuple(specs)
         self._building = ""
 
@@ -171,15 +171,15 @@ class Host:
             self.workers[spec.role] = load(spec.target)(self.context, **spec.kwargs)
         self._building = ""
 
-    def start(self, open_ranks: Callable[[], None], hello: Hello) -> Reply:
-        """``hello`` once the world is open and the workers stand, or the failure. Never raises."""
+    def start(self, open_ranks: Callable[[], None]) -> Reply:
+        """An empty reply once the world is open and the workers stand, or the failure. Never raises."""
         try:
             open_ranks()
             self.build()
-            return Reply(hello)
+            return Reply()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # the process boundary: the driver raises it with role, rank and method
+        except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it with role, rank and method
             return Reply(failure=replace(failure_of(error, self.context.rank), role=self._building))
 
     def execute(self, role: str, method: str, arguments: Arguments) -> Any:
@@ -194,7 +194,7 @@ class Host:
             return pack(Reply(value if wanted else None))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # the process boundary: the driver raises it with role, rank and method
+        except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it with role, rank and method
             return pack(Reply(failure=failure_of(error, self.context.rank)))
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class Host:
             if isinstance(worker, Closeable):
                 try:
                     worker.close()
-                except Exception as error:  # re-raised below, after the others had their turn
+                except Exception as error:  # noqa: BLE001 - re-raised below, after the others had their turn
                     errors.append(error)
         if errors:
             raise errors[0]
@@ -240,6 +240,14 @@ def dump_stacks() -> str:
         faulthandler.dump_traceback(file=file, all_threads=True)
         file.seek(0)
         return file.read()
+
+
+def control_answer(mailbox: Mailbox, operation: str, args: Sequence[Any]) -> Any:
+    """What the control lane answers: ``post`` leaves a message, ``ping`` says that it lives, ``dump_stacks`` shows."""
+    if operation == "post":
+        mailbox.put(*args)
+        return True
+    return dump_stacks() if operation == "dump_stacks" else True
 
 
 def node_name() -> str:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from hybridflow.batch.futures import Pending, Ready
 from hybridflow.single_controller import health
 from hybridflow.single_controller.calls import CallTable, PreparedCall
-from hybridflow.single_controller.host import START, Failure, Hello, Reply
+from hybridflow.single_controller.host import START, Failure, Place, Reply
 from hybridflow.utils.errors import DeadlineError, StateError, WorkerError
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ PEER_SIGNS = ("connection closed by peer", "connection reset by peer", "connecti
 
 
 class Lanes(Protocol):
-    """The ranks of one group. Call numbers rise; number 0 is the start, whose replies hold a ``Hello``."""
+    """The ranks of one group. Call numbers rise; number 0 is the start."""
 
     moved: int
     """Payload bytes that went through the driver so far, both ways."""
@@ -49,6 +49,10 @@ class Lanes(Protocol):
 
     def deaths(self) -> dict[int, Failure]:
         """Ranks whose process is gone; does not wait."""
+        ...
+
+    def place(self, rank: int) -> Place | None:
+        """Where a rank runs; None before its process stands. Does not wait."""
         ...
 
     def control(self, operation: str, ranks: Sequence[int], timeout_s: float, *args: Any) -> dict[int, Any]:
@@ -113,7 +117,6 @@ class LaneGroup:
         self._stack_folder = stack_folder
         self._send_lock = threading.Lock()
         self._wait_lock = threading.RLock()
-        self._hello: dict[int, Hello] = {}
         self._broken: Exception | None = None
         self._ended = False
         self._counted = 0
@@ -179,9 +182,9 @@ class LaneGroup:
 
     def who(self, rank: int) -> str:
         """Rank, node and pid as text."""
-        hello = self._hello.get(rank)
-        place = f"node {hello.node}, pid {hello.pid}" if hello else "not started yet"
-        return f"rank {rank} of {self._world} ({place})"
+        place = self._lanes.place(rank)
+        where = f"node {place.node}, pid {place.pid}" if place else "no process yet"
+        return f"rank {rank} of {self._world} ({where})"
 
     def first_death(self) -> str | None:
         """What died in this group, as text; None while all live."""
@@ -212,7 +215,6 @@ class LaneGroup:
         ends = [reply.at for reply in call.replies.values()]
         call.finished_at = min(time.time(), max(ends, default=time.time()))
         if call is self._start:
-            self._hello |= {rank: reply.value for rank, reply in call.replies.items() if reply.failure is None}
             self._broken = self._broken or call.error
 
     def _await(self, call: Submission, *, begun_at: float) -> None:
@@ -240,8 +242,6 @@ class LaneGroup:
         grace_until = time.time() + GRACE_S
         while call.missing and (left_s := grace_until - time.time()) > 0:
             call.replies |= self._lanes.receive(call.number, left_s)
-        if call is self._start:
-            self._hello |= {rank: reply.value for rank, reply in call.replies.items() if reply.failure is None}
         first, *others = sorted(call.failures, key=_precedence)
         call.error = WorkerError(self._failure_text(call, first, others))
         call.error.__cause__ = _original(first)
@@ -273,8 +273,8 @@ class LaneGroup:
         here = [str(rank) for rank in call.ranks if rank in call.replies]
         text = f"role {call.role!r}: {call.method} passed its deadline of {call.deadline_s:g} s; no answer from "
         text += f"{', '.join(late)}; answered: {'rank ' + ', '.join(here) if here else 'none'}"
-        if call is self._start and not self._hello:
-            text += ". A rank that never starts lacks a resource or hangs in its constructor"
+        if call is self._start:
+            text += ". A rank without a process lacks a resource; one with a process is still building its workers"
         stacks = self._lanes.control("dump_stacks", call.missing, 5.0)
         for rank, stack in stacks.items():
             text += f"\n--- rank {rank} stands at ---\n{stack.rstrip()}"
@@ -328,6 +328,5 @@ def _original(failure: Failure) -> BaseException | None:
         return None
     try:
         return pickle.loads(failure.original)
-    except Exception:  # an exception class that cannot be rebuilt here: its text is in the message
+    except Exception:  # noqa: BLE001 - an exception class that cannot be rebuilt here: its text is in the message
         return None
-

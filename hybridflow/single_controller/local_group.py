@@ -18,17 +18,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from hybridflow.batch.batch import Batch
 from hybridflow.dispatch.group import RankContext, WorkerSpec
 from hybridflow.dispatch.transfer import Arguments
 from hybridflow.single_controller import health
 from hybridflow.single_controller.calls import CallTable, PreparedCall
 from hybridflow.single_controller.host import (
     Failure,
-    Hello,
     Host,
+    Place,
     Reply,
-    dump_stacks,
+    control_answer,
     failure_of,
     node_name,
     open_store,
@@ -51,8 +50,8 @@ class LocalGroup(LaneGroup):
     """A group of ``n`` ranks on this machine.
 
     With one rank the workers live in the calling process and thread: a call has run when it returns, deadlines cannot
-    interrupt it, and ``environment`` must already hold (a difference is logged). Above, each rank is a process of a fork
-    server: the calling script needs the ``if __name__ == "__main__"`` guard, as all of multiprocessing does.
+    interrupt it, and ``environment`` must already hold (a difference is logged). Above, each rank is a process of a
+    fork server: the calling script needs the ``if __name__ == "__main__"`` guard, as all of multiprocessing does.
 
     Args:
         n: ranks.
@@ -132,7 +131,7 @@ def _context(rank: int, world: int, device: str, threads: int) -> RankContext:
 
 
 class _InProcess:
-    """One rank in the calling thread. Its one-rank world is made once per process and kept: engines hold groups of it."""
+    """One rank in the calling thread. Its world is made once per process and kept: engines hold groups of it."""
 
     def __init__(self, plan: Plan, environment: Mapping[str, str], ports: Sequence[int]) -> None:
         self.moved = 0
@@ -147,7 +146,7 @@ class _InProcess:
             store, meeting = open_store(LOOPBACK, ports, plan.collective_timeout_s)
             open_world(store, meeting, rank=0, world=1, backend=plan.backend, timeout_s=plan.collective_timeout_s)
 
-        self._replies[0] = self._host.start(open_ranks, Hello(node=node_name(), pid=os.getpid()))
+        self._replies[0] = self._host.start(open_ranks)
 
     def send(self, number: int, call: PreparedCall) -> None:
         share = call.shares[0]
@@ -156,7 +155,7 @@ class _InProcess:
             value = self._host.execute(call.role, call.method, share)
             self.moved += _payload(share) + _payload(Arguments(value if isinstance(value, tuple) else (value,)))
             self._replies[number] = Reply(value)
-        except Exception as error:  # the boundary of the worker: raised by wait() with role, rank and method
+        except Exception as error:  # noqa: BLE001 - the boundary of the worker: raised by wait() with role, rank and method
             self._replies[number] = Reply(failure=failure_of(error, 0))
 
     def receive(self, number: int, timeout_s: float) -> dict[int, Reply]:
@@ -166,9 +165,11 @@ class _InProcess:
         return {}
 
     def control(self, operation: str, ranks: Sequence[int], timeout_s: float, *args: Any) -> dict[int, Any]:
-        if operation == "post":
-            self._host.context.mailbox.put(*args)
-        return {0: {"post": True, "ping": 0.0, "dump_stacks": dump_stacks()}[operation]}
+        answer = control_answer(self._host.context.mailbox, operation, args)
+        return {0: 0.0 if operation == "ping" else answer}
+
+    def place(self, rank: int) -> Place | None:
+        return Place(node=node_name(), pid=os.getpid())
 
     def end(self, *, polite: bool) -> None:
         self._host.close()
@@ -261,6 +262,10 @@ class _Forked:
             return {rank: at - asked_at for rank, (_, at) in answers.items()}
         return {rank: answer for rank, (answer, _) in answers.items()}
 
+    def place(self, rank: int) -> Place | None:
+        pid = self._processes[rank].pid
+        return None if pid is None else Place(node=node_name(), pid=pid)
+
     def end(self, *, polite: bool) -> None:
         self._ending = True
         pids = [process.pid for process in self._processes if process.pid is not None]
@@ -335,4 +340,3 @@ class _Forked:
                 self._replies[number][rank] = Reply(failure=failure)
             self._running[rank] = []
             self._arrived.notify_all()
-

@@ -15,17 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
 from hybridflow.dispatch.group import RankContext, WorkerSpec
 from hybridflow.single_controller.host import (
-    Hello,
     Host,
     Rendezvous,
     apply_environment,
-    dump_stacks,
+    control_answer,
     join_store,
     open_world,
 )
@@ -73,7 +71,7 @@ def serve_rank(work: Connection, control: Connection, packed: bytes, meeting: Re
             timeout_s=plan.collective_timeout_s,
         )
 
-    reply = host.start(open_ranks, Hello(node=context.node, pid=os.getpid()))
+    reply = host.start(open_ranks)
     work.send_bytes(tagged(0, pack(reply)))
     while (call := calls.get()) is not None:
         number, role, method, wanted, arguments = call
@@ -94,7 +92,7 @@ def untagged(data: bytes) -> tuple[int, memoryview]:
 def _leave(host: Host) -> None:
     try:
         host.close()
-    except Exception:  # the process boundary, and the last thing it does: shown, not raised
+    except Exception:  # noqa: BLE001 - the process boundary, and the last thing it does: shown, not raised
         print(f"rank {host.context.rank}: closing a worker failed\n{traceback.format_exc()}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -115,14 +113,6 @@ def _answer_control(control: Connection, context: RankContext) -> None:
     try:
         while True:
             question, operation, args = unpack(control.recv_bytes())
-            control.send_bytes(tagged(question, pack(control_answer(context, operation, args))))
+            control.send_bytes(tagged(question, pack(control_answer(context.mailbox, operation, args))))
     except (EOFError, OSError):
         return
-
-
-def control_answer(context: RankContext, operation: str, args: Sequence[Any]) -> Any:
-    """What the control lane answers: ``post`` leaves a message, ``ping`` says that it lives, ``dump_stacks`` shows."""
-    if operation == "post":
-        context.mailbox.put(*args)
-        return True
-    return dump_stacks() if operation == "dump_stacks" else True

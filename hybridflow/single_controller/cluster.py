@@ -1,0 +1,100 @@
+"""The Ray cluster that a run uses: its own on loopback, or the one it is told to join."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+
+from hybridflow.single_controller import health
+from hybridflow.utils.errors import ConfigError, MachineError
+
+SLOT = "hybridflow_slot"
+"""Ray resource that one logical CPU slot takes, where the cluster has it; without it CPU slots are not counted."""
+DEFAULT_SLOTS = 64
+"""Logical CPU slots of a Ray that we start: more ranks than that on one machine are surely a mistake."""
+LAPTOP_BYTES = 64 << 30
+"""Below this much memory the object store of our own Ray is kept small; Ray itself would take 30 %."""
+LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
+"""Ray replaces the well-known loopback addresses by the machine's outside one on Linux (2.60), this one it leaves."""
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_prestart_worker_first_driver": "0",  # idle workers that no group would use
+    "RAY_enable_metrics_collection": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What ``start_ray`` connected to."""
+
+    owned: bool
+    """Whether this run started it, and so ends it."""
+    processes: tuple[int, ...] = ()
+    """Pids of its daemons, when owned."""
+
+
+def start_ray(ray_init: Mapping[str, Any] | None = None) -> Cluster:
+    """The cluster, connected.
+
+    ``address`` in ``ray_init`` or RAY_ADDRESS joins a cluster. Otherwise Ray starts on loopback: dashboard and usage
+    statistics off, worker output in Ray's log files only (errors carry their last lines), ``hybridflow_slot`` resources
+    for logical slots. A driver that is connected already stays so, and does not own the cluster.
+
+    Args:
+        ray_init: arguments of ``ray.init``; they win over the defaults here.
+
+    Raises:
+        ConfigError: an argument that ``ray.init`` does not have.
+        MachineError: no cluster at the address, or Ray did not start.
+    """
+    if ray.is_initialized():
+        return Cluster(owned=False)
+    wanted = {key: value for key, value in (ray_init or {}).items() if value is not None}
+    unknown = [key for key in wanted if key not in inspect.signature(ray.init).parameters and not key.startswith("_")]
+    if unknown:
+        raise ConfigError(f"ray_kwargs.ray_init.{unknown[0]} is no argument of ray.init")
+    address = wanted.pop("address", None) or os.environ.get("RAY_ADDRESS")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    before = set(health.descendants([os.getpid()]))
+    try:
+        if address and address != "local":
+            ray.init(address=address, **{**quiet, **wanted})
+            return Cluster(owned=False)
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        ray.init(address="local", **{**quiet, **_loopback(), **wanted})
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
+        raise MachineError(f"could not {where}: {error}") from error
+    return Cluster(owned=True, processes=tuple(set(health.descendants([os.getpid()])) - before))
+
+
+def _loopback() -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "include_dashboard": False,
+        "_node_ip_address": LOOPBACK,
+        "resources": {SLOT: DEFAULT_SLOTS},
+    }
+    memory = psutil.virtual_memory().total
+    if memory < LAPTOP_BYTES:
+        settings["object_store_memory"] = max(128 << 20, min(1 << 30, memory // 20))
+    return settings
+
+
+def stop_ray(cluster: Cluster) -> None:
+    """Ends our own Ray and every process of it, or leaves a cluster that we joined; may be called twice."""
+    if not cluster.owned:
+        return
+    processes = [*cluster.processes, *health.descendants(cluster.processes)]
+    ray.shutdown()
+    left = health.wait_gone(processes, timeout_s=5.0)
+    health.kill(left)

@@ -1,0 +1,279 @@
+"""A worker group of Ray actors: one process per slot of a pool, on any number of nodes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError
+
+import hybridflow
+from hybridflow.dispatch.group import RankContext, WorkerSpec
+from hybridflow.single_controller import health
+from hybridflow.single_controller.calls import CallTable, PreparedCall
+from hybridflow.single_controller.host import Failure, Place, Reply
+from hybridflow.single_controller.lanes import LaneGroup
+from hybridflow.single_controller.ray_actor import CONTROL, RankActor
+from hybridflow.single_controller.resource_pool import ResourcePool, Slot
+from hybridflow.single_controller.wire import pack, unpack
+
+CONTROL_THREADS = 4
+"""One is taken by ``stay``; the rest answer."""
+CLOSE_TIMEOUT_S = 20.0
+"""How long shutdown waits for workers to close before their processes are killed."""
+SHARED_BYTES = 64 << 10
+"""Arguments above this that several ranks get are put into the object store once."""
+
+
+class RayGroup(LaneGroup):
+    """A group with one rank per slot of ``pool``; returns at once, ``wait_ready`` or the first result waits.
+
+    Args:
+        pool: its slots are held until ``shutdown``.
+        specs: roles, built in this order on every rank.
+        name: shown in errors.
+        environment: variables of the ranks, set before torch is imported.
+        unset: variables that the ranks must not have.
+        device: ``cpu`` or ``cuda``; on ``cuda`` each process sees its one GPU as ``cuda:0``.
+        backend: of torch.distributed; ``gloo`` on CPU, ``nccl`` on GPU.
+        start_timeout_s: from here until every rank has built its workers.
+        collective_timeout_s: torch.distributed's own timeout.
+        deadlines: seconds by method name, counted from when the call could start on its lane.
+        default_deadline_s: for all other methods.
+        ports: candidates of the rendezvous port on rank 0's node, tried in order; 0 takes any free one.
+        stack_folder: where Python stacks of late ranks are written; None: only in the error.
+
+    Raises:
+        ConfigError: see ``CallTable``.
+        StateError, MachineError: see ``ResourcePool.occupy``.
+    """
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        specs: Sequence[WorkerSpec],
+        *,
+        name: str = "ray",
+        environment: Mapping[str, str] | None = None,
+        unset: Sequence[str] = (),
+        device: str = "cpu",
+        backend: str = "gloo",
+        start_timeout_s: float = 600.0,
+        collective_timeout_s: float = 600.0,
+        deadlines: Mapping[str, float] | None = None,
+        default_deadline_s: float = 3600.0,
+        ports: Sequence[int] = (0,),
+        stack_folder: Path | None = None,
+    ) -> None:
+        table = CallTable(specs, pool.world)
+        slots = pool.occupy(name, device=device)
+        actors = [
+            _actor(slot, name=f"{name}-{rank}", environment=environment or {}, unset=unset)
+            for rank, slot in enumerate(slots)
+        ]
+        contexts = [
+            RankContext(
+                rank=rank,
+                world=pool.world,
+                local_rank=slot.local_rank,
+                node="",
+                device="cpu" if device == "cpu" else "cuda:0",
+                threads=slot.threads,
+            )
+            for rank, slot in enumerate(slots)
+        ]
+        lanes = _Actors(actors, pool)
+        lanes.start(contexts, specs, backend=backend, ports=ports, timeout_s=collective_timeout_s)
+        super().__init__(
+            lanes,
+            table,
+            world=pool.world,
+            name=name,
+            start_timeout_s=start_timeout_s,
+            deadlines=deadlines or {},
+            default_deadline_s=default_deadline_s,
+            stack_folder=stack_folder,
+        )
+
+
+def _actor(slot: Slot, *, name: str, environment: Mapping[str, str], unset: Sequence[str]) -> ActorHandle[RankActor]:
+    variables = {"OMP_NUM_THREADS": str(slot.threads), "PYTHONPATH": os.pathsep.join(import_path()), **environment}
+    remote = ray.remote(concurrency_groups={CONTROL: CONTROL_THREADS}, max_restarts=0, max_task_retries=0)(
+        RankActor
+    ).options(
+        **slot.options,
+        runtime_env={"env_vars": variables},
+    )
+    return remote.remote([variable for variable in unset if variable not in environment], sys.path)
+
+
+def import_path() -> list[str]:
+    """Where a rank finds hybridflow and the user's modules: our parent folder, the working folder, PYTHONPATH."""
+    own = str(Path(hybridflow.__file__).resolve().parents[1])
+    given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return list(dict.fromkeys([own, str(Path.cwd()), *given]))
+
+
+class _Actors:
+    """Lanes over Ray actors."""
+
+    def __init__(self, actors: Sequence[ActorHandle[RankActor]], pool: ResourcePool) -> None:
+        self.moved = 0
+        self._actors = list(actors)
+        self._pool = pool
+        self._places = [actor.place.remote() for actor in actors]
+        self._known: dict[int, Place] = {}
+        self._stays = [actor.stay.remote() for actor in actors]
+        self._waiting: dict[int, dict[int, ray.ObjectRef[Any]]] = {}
+        self._deaths: dict[int, Failure] = {}
+        self._meeting: ray.ObjectRef[Any] | None = None
+
+    def start(
+        self,
+        contexts: Sequence[RankContext],
+        specs: Sequence[WorkerSpec],
+        *,
+        backend: str,
+        ports: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        """Queues the start on every rank: rank 0 opens the store, the others take its address as a reference."""
+        self._meeting = self._actors[0].serve.remote(list(ports), timeout_s)
+        self._waiting[0] = {
+            rank: actor.start.remote(pack((context, tuple(specs))), self._meeting, backend, timeout_s)
+            for rank, (actor, context) in enumerate(zip(self._actors, contexts, strict=True))
+        }
+
+    def send(self, number: int, call: PreparedCall) -> None:
+        packed: dict[int, bytes | ray.ObjectRef[bytes]] = {}
+        copies = [id(share) for share in call.shares]
+        refs = {}
+        for rank, share in enumerate(call.shares):
+            if share is None:
+                continue
+            if id(share) not in packed:
+                payload = pack(share)
+                self.moved += len(payload)
+                shared = len(payload) > SHARED_BYTES and copies.count(id(share)) > 1
+                packed[id(share)] = ray.put(payload) if shared else payload
+            wanted = rank in call.wanted
+            refs[rank] = self._actors[rank].work.remote(call.role, call.method, wanted, packed[id(share)])
+        self._waiting[number] = refs
+
+    def receive(self, number: int, timeout_s: float) -> dict[int, Reply]:
+        refs = self._waiting.get(number, {})
+        if not refs:
+            return {}
+        ranks = {ref: rank for rank, ref in refs.items()}
+        ray.wait(list(ranks), num_returns=1, timeout=timeout_s)
+        ready, _ = ray.wait(list(ranks), num_returns=len(ranks), timeout=0)
+        replies = {ranks[ref]: self._reply(ranks[ref], ref) for ref in ready}
+        for rank in replies:
+            del refs[rank]
+        if not refs:
+            del self._waiting[number]
+        return replies
+
+    def _reply(self, rank: int, ref: ray.ObjectRef[Any]) -> Reply:
+        try:
+            data = ray.get(ref)
+        except RayTaskError as error:  # our own actor code failed; a worker's errors come inside a Reply
+            kind, message = type(error.cause).__name__, str(error.cause)
+            return Reply(failure=Failure(rank=rank, kind=kind, message=message, trace=str(error), at=time.time()))
+        except RayError as error:
+            return Reply(failure=self._death(rank, error))
+        self.moved += len(data)
+        return unpack(data)
+
+    def _death(self, rank: int, error: RayError) -> Failure:
+        if rank not in self._deaths:
+            place = self.place(rank)
+            self._deaths[rank] = Failure(
+                rank=rank,
+                kind="died",
+                message=_cause(error),
+                trace=health.last_lines(place.log) if place else "",
+                at=time.time(),
+            )
+        return self._deaths[rank]
+
+    def deaths(self) -> dict[int, Failure]:
+        gone, _ = ray.wait(self._stays, num_returns=len(self._stays), timeout=0)
+        for ref in gone:
+            rank = self._stays.index(ref)
+            try:
+                ray.get(ref)
+            except RayError as error:
+                self._death(rank, error)
+        return dict(self._deaths)
+
+    def place(self, rank: int) -> Place | None:
+        if rank not in self._known:
+            ready, _ = ray.wait([self._places[rank]], timeout=0)
+            if not ready:
+                return None
+            try:
+                node, pid, log = ray.get(ready[0])
+            except RayError:  # it died before it could tell
+                return None
+            self._known[rank] = Place(node=node, pid=pid, log=log)
+        return self._known[rank]
+
+    def control(self, operation: str, ranks: Sequence[int], timeout_s: float, *args: Any) -> dict[int, Any]:
+        asked_at = time.monotonic()
+        waiting = {self._actors[rank].control.remote(operation, args): rank for rank in ranks}
+        answers: dict[int, Any] = {}
+        while waiting and (left_s := asked_at + timeout_s - time.monotonic()) > 0:
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left_s)
+            for ref in ready:
+                rank = waiting.pop(ref)
+                try:
+                    answer = ray.get(ref)
+                except RayError:  # a dead rank does not answer
+                    continue
+                answers[rank] = time.monotonic() - asked_at if operation == "ping" else answer
+        return answers
+
+    def end(self, *, polite: bool) -> None:
+        here = [place.pid for rank in range(len(self._actors)) if (place := self.place(rank)) and self._is_here(place)]
+        pids = [*here, *health.descendants(here)]
+        if polite:
+            ray.wait(
+                [actor.close.remote() for actor in self._actors],
+                num_returns=len(self._actors),
+                timeout=CLOSE_TIMEOUT_S,
+            )
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        health.kill(health.wait_gone(pids, timeout_s=5.0))
+        health.remove_segments(pids, self._ports())
+        self._pool.vacate()
+
+    def _is_here(self, place: Place) -> bool:
+        return place.node == os.uname().nodename
+
+    def _ports(self) -> list[int]:
+        if self._meeting is None:
+            return []
+        try:
+            return [ray.get(self._meeting, timeout=0).port]
+        except RayError:  # rank 0 never served (GetTimeoutError is one)
+            return []
+
+
+def _cause(error: RayError) -> str:
+    if isinstance(error, OutOfMemoryError):
+        return f"Ray's memory monitor ended it: {error}"
+    if isinstance(error, ActorUnavailableError):
+        return f"its node cannot be reached: {error}"
+    text = " ".join(str(error).split())
+    if isinstance(error, ActorDiedError):
+        _, found, rest = text.partition("The actor is dead because ")
+        return rest if found else text
+    return text
