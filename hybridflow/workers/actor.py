@@ -23,7 +23,7 @@ from hybridflow.workers.update import Schedule, update_epochs
 
 SEQUENCE = ("prompt_ids", "prompt_length", "response_ids", "response_length", "response_mask")
 """Columns that a forward over whole sequences reads."""
-CREDIT = ("old_log_probs", "advantages", "loss_mask", "ref_log_probs", "correction_weights", "rollout_log_probs")
+CREDIT = ("old_log_probs?", "advantages", "loss_mask", "ref_log_probs?", "correction_weights?", "rollout_log_probs")
 
 
 class ActorWorker:
