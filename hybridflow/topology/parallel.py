@@ -34,7 +34,13 @@ class ParallelDims:
     @cached_property
     def degrees(self) -> dict[str, int]:
         """Degree by axis, outermost first."""
-        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "sp": self.sp, "tp": self.tp}
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "sp": self.sp,
+            "tp": self.tp,
+        }
 
     @property
     def world(self) -> int:

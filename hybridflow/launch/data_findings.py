@@ -1,0 +1,149 @@
+"""What the data files say before the run: schema and first rows. The whole files are read only when the run starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.config.checks import is_generated
+from hybridflow.config.data import BUILTIN_TASK
+from hybridflow.config.problems import nearest
+from hybridflow.config.root import PPOConfig
+from hybridflow.data.sources import READERS, PromptRow, read_sources
+from hybridflow.launch.hf_model import find_folder
+from hybridflow.launch.plan import Finding
+from hybridflow.rewards.registry import find_scorer
+from hybridflow.utils.errors import ConfigError, DataError
+from hybridflow.utils.optional import load
+
+JUDGED_ROWS = 1000
+"""Rows of a file that are looked at."""
+
+
+def check_data(config: PPOConfig) -> Iterator[Finding]:
+    """Findings on every source of ``data.train_files`` and ``data.val_files``."""
+    if config.data.custom_cls.path is not None:
+        return
+    for held_out, sources in ((False, config.data.train_files), (True, config.data.val_files)):
+        key = "data.val_files" if held_out else "data.train_files"
+        rows: list[PromptRow] = []
+        whole = True
+        for source in sources:
+            if is_generated(source):
+                yield Finding(level="ok", what=key, text=f"{source} is generated")
+                whole = False
+                continue
+            finding, read = _read(config, source, key, held_out)
+            yield finding
+            rows += read
+            whole = whole and finding.level == "ok" and len(read) < _judged(config)
+        if rows:
+            yield from _judge(config, key, rows, whole=whole, held_out=held_out)
+
+
+def _judged(config: PPOConfig) -> int:
+    return max(JUDGED_ROWS, config.data.train_batch_size)
+
+
+def _read(config: PPOConfig, source: str, key: str, held_out: bool) -> tuple[Finding, list[PromptRow]]:
+    file = Path(source).expanduser()
+    if not file.is_file():
+        near = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
+        close = nearest(file.name, near)
+        fix = (
+            f"Did you mean {file.parent / close}?"
+            if close
+            else "Give a file, builtin:arithmetic or reasoning_gym:TASK."
+        )
+        return Finding(level="error", what=key, text=f"{source} does not exist", fix=fix), []
+    if file.suffix not in READERS:
+        fix = f"Use a file that ends in {', '.join(READERS)}."
+        return Finding(level="error", what=key, text=f"{source} has an ending that no reader knows", fix=fix), []
+    if file.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        text = "package pyarrow is not installed, and parquet needs it"
+        return Finding(level="error", what=key, text=text, fix="Install hybridflow[data], or use jsonl."), []
+    try:
+        limit = _judged(config)
+        rows = read_sources((source,), config.data, seed=0, held_out=held_out, limit=limit)
+    except (DataError, OSError, ValueError) as error:
+        fix = "data.prompt_key and data.reward_fn_key name the columns."
+        return Finding(level="error", what=key, text=str(error).rstrip("."), fix=fix), []
+    if not rows:
+        return Finding(level="error", what=key, text=f"{source} has no row", fix="Give a file with prompts."), []
+    count = f"{len(rows)} rows" if len(rows) < limit else f"the first {limit} rows"
+    return Finding(level="ok", what=key, text=f"{count} of {source} have the columns that are needed"), rows
+
+
+def _judge(config: PPOConfig, key: str, rows: Sequence[PromptRow], *, whole: bool, held_out: bool) -> Iterator[Finding]:
+    data = config.data
+    yield from _scorers(config, key, rows)
+    length = _least_length(config)
+    survivors = len(rows)
+    if length is not None:
+        lengths = length([_text(row) for row in rows])
+        over = sum(tokens > data.max_prompt_length for tokens in lengths)
+        yield from _over_long(config, rows, lengths, over, key)
+        survivors -= over if data.filter_overlong_prompts else 0
+    if whole and not held_out and 0 < survivors < data.train_batch_size:
+        text = f"{survivors} prompts cannot fill one step of data.train_batch_size={data.train_batch_size}"
+        dropped = (
+            f" ({len(rows) - survivors} of {len(rows)} are over data.max_prompt_length)"
+            if survivors < len(rows)
+            else ""
+        )
+        fix = f"Use data.train_batch_size={survivors} or less, or more data."
+        yield Finding(level="error", what="data.train_batch_size", text=text + dropped, fix=fix)
+
+
+def _over_long(
+    config: PPOConfig, rows: Sequence[PromptRow], lengths: Sequence[int], over: int, key: str
+) -> Iterator[Finding]:
+    data = config.data
+    limit = "data.max_prompt_length"
+    if over == 0:
+        return
+    share = f"{over} of {len(rows)} judged prompts of {key} have more than {limit}={data.max_prompt_length} tokens"
+    if data.filter_overlong_prompts and over == len(rows):
+        text = f"{share}: nothing is left after the filter"
+        yield Finding(level="error", what=limit, text=text, fix=f"Use {limit}={max(lengths)} or more.")
+    elif data.filter_overlong_prompts:
+        yield Finding(level="ok", what=limit, text=f"{share} and will be left out")
+    elif data.truncation == "error":
+        fix = f"Set data.filter_overlong_prompts=True, data.truncation=left, or {limit}={max(lengths)}."
+        yield Finding(level="error", what=limit, text=f"{share} and data.truncation=error", fix=fix)
+    else:
+        text = f"{share} and will be cut ({data.truncation})"
+        yield Finding(level="warning", what=limit, text=text, fix="Raise the limit to keep them whole.")
+
+
+def _scorers(config: PPOConfig, key: str, rows: Sequence[PromptRow]) -> Iterator[Finding]:
+    if config.reward.custom_reward_function.path is not None or config.reward.reward_model.enable:
+        return
+    for name in dict.fromkeys(row.data_source for row in rows):
+        try:
+            find_scorer(name)
+        except ConfigError as error:
+            fix = "Set reward.custom_reward_function.path."
+            yield Finding(level="error", what="reward.custom_reward_function.path", text=f"{key}: {error}", fix=fix)
+
+
+def _text(row: PromptRow) -> str:
+    """What the user's words make of a prompt; a chat template only adds to it."""
+    if isinstance(row.prompt, str):
+        return row.prompt
+    return "".join(message["content"] for message in row.prompt if isinstance(message.get("content"), str))
+
+
+def _least_length(config: PPOConfig) -> Callable[[list[str]], list[int]] | None:
+    """A function from texts to the fewest tokens each can have; None: the tokenizer cannot be read without torch."""
+    model = config.actor_rollout_ref.model
+    path = model.tokenizer_path or model.path
+    if path == BUILTIN_TASK:
+        return lambda texts: [len(text) for text in texts]
+    folder = find_folder(path)
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    tokenizer: Any = load("tokenizers:Tokenizer").from_file(str(folder / "tokenizer.json"))
+    return lambda texts: [len(code.ids) for code in tokenizer.encode_batch(texts, add_special_tokens=False)]

@@ -1,0 +1,75 @@
+"""One trainer step as a table: which role is called with which columns and what it adds."""
+
+from __future__ import annotations
+
+from hybridflow.config.root import PPOConfig
+from hybridflow.launch.plan import Stage
+
+PROMPT = ("prompt_ids", "prompt_length", "group_id", "sample_index")
+SEQUENCE = ("prompt_ids", "prompt_length", "response_ids", "response_length", "response_mask")
+ROLLOUT_WRITES = (
+    "response_ids",
+    "response_length",
+    "response_mask",
+    "rollout_log_probs",
+    "weight_version",
+    "finish_reason",
+    "valid",
+)
+SCORED = ("response_ids", "response_length", "valid", "data_source", "ground_truth", "extra_info")
+
+
+def dataflow(config: PPOConfig) -> tuple[Stage, ...]:
+    """The calls of one step in order; calls of one stage have no edge between them."""
+    bypass = config.algorithm.rollout_correction.bypass_mode
+    stages = [
+        Stage(stage="generate", role="rollout", method="generate_sequences", reads=PROMPT, writes=ROLLOUT_WRITES),
+        Stage(
+            stage="score",
+            role="reward",
+            method="compute_reward",
+            reads=SCORED,
+            writes=("score", "reward_info", "valid"),
+        ),
+    ]
+    if not bypass:
+        writes = ("old_log_probs", "old_entropy")
+        stages.append(Stage(stage="score", role="actor", method="compute_log_prob", reads=SEQUENCE, writes=writes))
+    if config.needs_reference:
+        call, writes = "compute_ref_log_prob", ("ref_log_probs",)
+        stages.append(Stage(stage="score", role="reference", method=call, reads=SEQUENCE, writes=writes))
+    if config.needs_critic:
+        stages.append(Stage(stage="score", role="critic", method="compute_values", reads=SEQUENCE, writes=("values",)))
+    return (*stages, *_credit(config), *_learn(config))
+
+
+def _credit(config: PPOConfig) -> tuple[Stage, ...]:
+    correction = config.algorithm.rollout_correction
+    reads = ["score", "valid", "group_id", "response_mask"]
+    reads += ["values"] if config.needs_critic else []
+    reads += ["old_log_probs", "ref_log_probs"] if config.algorithm.use_kl_in_reward else []
+    reads += ["rollout_log_probs"] if correction.rollout_is or correction.rollout_rs else []
+    writes = ["loss_mask", "token_rewards", "advantages", "returns"]
+    writes += ["correction_weights"] if correction.rollout_is else []
+    stage = Stage(
+        stage="credit",
+        role="actor",
+        method="compute_advantage",
+        reads=tuple(dict.fromkeys(reads)),
+        writes=tuple(writes),
+    )
+    return (stage,)
+
+
+def _learn(config: PPOConfig) -> tuple[Stage, ...]:
+    correction = config.algorithm.rollout_correction
+    reads = [*SEQUENCE, "rollout_log_probs" if correction.bypass_mode else "old_log_probs", "advantages", "loss_mask"]
+    reads += ["ref_log_probs"] if config.actor_rollout_ref.actor.use_kl_loss else []
+    reads += ["correction_weights"] if correction.rollout_is else []
+    stages = []
+    if config.needs_critic:
+        columns = (*SEQUENCE, "values", "returns", "loss_mask")
+        stages.append(Stage(stage="learn", role="critic", method="update_critic", reads=columns, writes=()))
+    stages.append(Stage(stage="learn", role="actor", method="update_actor", reads=tuple(reads), writes=()))
+    stages.append(Stage(stage="publish", role="weights", method="publish", reads=(), writes=()))
+    return tuple(stages)

@@ -1,0 +1,306 @@
+"""What this machine has or lacks for a plan: devices, packages, files, model, data, reward function, memory, folders.
+
+Nothing heavy is imported and no user code runs: files are parsed, packages are looked up.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybridflow.config.checks import is_generated
+from hybridflow.config.constraints import is_dotted
+from hybridflow.config.data import BUILTIN_TASK, CustomClassConfig
+from hybridflow.config.problems import did_you_mean, nearest
+from hybridflow.config.root import PPOConfig
+from hybridflow.launch.data_findings import check_data
+from hybridflow.launch.hf_model import ModelFacts, find_folder, looks_like_hub_name, read_model
+from hybridflow.launch.machine import Machine, inspect_machine
+from hybridflow.launch.plan import Finding, RunPlan
+from hybridflow.utils.errors import MachineError
+
+MODEL_KEY = "actor_rollout_ref.model.path"
+ROLLOUT = "actor_rollout_ref.rollout"
+GIB = 1 << 30
+
+
+def check_machine(config: PPOConfig, plan: RunPlan, machine: Machine | None = None) -> list[Finding]:
+    """Findings on this machine, one per question; those of level ``error`` are fatal for a real run."""
+    machine = machine or inspect_machine()
+    found = [
+        *_devices(config, plan, machine),
+        *_packages(config),
+        *_models(config, plan),
+        *check_data(config),
+        *_user_code(config),
+        *_files(config),
+        *_memory(plan, machine),
+    ]
+    return found
+
+
+def fatal(findings: list[Finding]) -> MachineError | None:
+    """The error that a real run ends with; None when nothing is fatal."""
+    errors = [finding for finding in findings if finding.level == "error"]
+    if not errors:
+        return None
+    if len(errors) == 1:
+        return MachineError(str(errors[0]))
+    lines = [f"this machine lacks {len(errors)} things:"] + [f"  {n}. {error}" for n, error in enumerate(errors, 1)]
+    return MachineError("\n".join(lines))
+
+
+def joins_cluster(config: PPOConfig) -> bool:
+    """Whether the run uses a Ray cluster that already exists."""
+    return bool(config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS"))
+
+
+def _devices(config: PPOConfig, plan: RunPlan, machine: Machine) -> Iterator[Finding]:
+    asked = sum(pool.pool.world for pool in plan.pools if pool.device == plan.device and pool.pool.name != "host")
+    key = "trainer.n_gpus_per_node"
+    if config.trainer.controller == "ray" and joins_cluster(config):
+        text = f"{asked} devices are asked of a Ray cluster that is judged when it is joined"
+        yield Finding(level="ok", what=key, text=text)
+    elif plan.device == "cpu":
+        text = f"{asked} logical slots on {machine.cores} CPU cores"
+        if asked > machine.cores:
+            yield Finding(level="warning", what=key, text=text, fix="It works, and slots take turns on the cores.")
+        else:
+            yield Finding(level="ok", what=key, text=text)
+    else:
+        yield from _gpus(config, machine, asked)
+
+
+def _gpus(config: PPOConfig, machine: Machine, asked: int) -> Iterator[Finding]:
+    key, have = "trainer.n_gpus_per_node", len(machine.gpus)
+    if config.trainer.nnodes > 1:
+        text = f"{config.trainer.nnodes} nodes need a Ray cluster, and no address is given"
+        fix = "Set ray_kwargs.ray_init.address=HOST:PORT (or RAY_ADDRESS), or trainer.nnodes=1."
+        yield Finding(level="error", what="trainer.nnodes", text=text, fix=fix)
+    elif have == 0:
+        fix = "Use trainer.device=cpu, or run on a machine with GPUs."
+        yield Finding(
+            level="error", what="trainer.device", text="cuda is asked for and this machine has no GPU", fix=fix
+        )
+    elif not machine.cuda_usable:
+        text = f"the installed torch ({machine.torch_build}) cannot use this machine's GPUs"
+        fix = "Install a CUDA build (bash scripts/install.sh), or use trainer.device=cpu."
+        yield Finding(level="error", what="trainer.device", text=text, fix=fix)
+    elif asked > have:
+        text = f"{asked} GPUs are asked for (all pools together) and this machine has {have}"
+        fix = f"Use trainer.n_gpus_per_node={have}, fewer pools, or a Ray cluster (ray_kwargs.ray_init.address)."
+        yield Finding(level="error", what=key, text=text, fix=fix)
+    else:
+        gpu = machine.gpus[0]
+        text = f"{asked} of {have} GPUs ({gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB)"
+        yield Finding(level="ok", what=key, text=text)
+
+
+def _packages(config: PPOConfig) -> Iterator[Finding]:
+    wanted = [("torch", "trainer", "bash scripts/install.sh", True)]
+    if config.trainer.controller == "ray":
+        fix = "Install hybridflow[ray], or set trainer.controller=local."
+        wanted.append(("ray", "trainer.controller", fix, True))
+    engine = config.actor_rollout_ref.rollout.name
+    if engine == "vllm":
+        fix = f"Install hybridflow[cpu] or [gpu], or set {ROLLOUT}.name=hf."
+        wanted.append(("vllm", f"{ROLLOUT}.name", fix, True))
+    trackers = {"tensorboard": "tensorboard", "wandb": "wandb"}
+    for name in config.trainer.logger:
+        if name in trackers:
+            wanted.append(
+                (trackers[name], "trainer.logger", f"Install {name}, or leave it out of trainer.logger.", True)
+            )
+    sources = (*config.data.train_files, *config.data.val_files)
+    if any(source.startswith("reasoning_gym:") for source in sources):
+        wanted.append(("reasoning_gym", "data.train_files", "Install hybridflow[data].", True))
+    for package, key, fix, needed in wanted:
+        present = importlib.util.find_spec(package) is not None
+        if present:
+            yield Finding(level="ok", what=key, text=f"package {package} is installed")
+        elif needed:
+            yield Finding(level="error", what=key, text=f"package {package} is not installed", fix=fix)
+    for key, target in (
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", config.actor_rollout_ref.actor.policy_loss.loss_mode),
+        ("actor_rollout_ref.actor.optim.optimizer", config.actor_rollout_ref.actor.optim.optimizer),
+    ):
+        package = target.partition(":")[0].partition(".")[0]
+        if is_dotted(target) and importlib.util.find_spec(package) is None:
+            fix = "Put its folder on PYTHONPATH."
+            yield Finding(level="error", what=key, text=f"{target}: no module {package} can be found", fix=fix)
+
+
+def _models(config: PPOConfig, plan: RunPlan) -> Iterator[Finding]:
+    policy = config.actor_rollout_ref
+    yield from _model_folder(MODEL_KEY, policy.model.path)
+    if config.needs_critic and config.critic.model.path is not None:
+        yield from _model_folder("critic.model.path", config.critic.model.path)
+    if config.reward.reward_model.enable:
+        yield from _model_folder("reward.reward_model.model.path", config.reward.reward_model.model.path)
+    if policy.model.lora_adapter_path is not None:
+        yield from _exists("actor_rollout_ref.model.lora_adapter_path", policy.model.lora_adapter_path)
+    if plan.model is not None:
+        yield from _model_fits(config, plan.model)
+
+
+def _model_folder(key: str, path: str) -> Iterator[Finding]:
+    if path == BUILTIN_TASK:
+        yield Finding(level="ok", what=key, text=f"{path} comes with hybridflow")
+        return
+    try:
+        model = read_model(path)
+    except MachineError as error:
+        yield Finding(level="error", what=key, text=str(error), fix="Give a folder with config.json and safetensors.")
+        return
+    if model is not None:
+        count = f"{model.parameters / 1e6:,.2f} million parameters"
+        yield Finding(level="ok", what=key, text=f"{model.kind}, {count}, in {find_folder(path)}")
+    elif not looks_like_hub_name(path):
+        yield Finding(level="error", what=key, text=f"{path} does not exist", fix=_similar(path))
+    elif os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "True"):
+        fix = "Download it first, or give a folder."
+        yield Finding(
+            level="error", what=key, text=f"{path} is not in the local cache and HF_HUB_OFFLINE is set", fix=fix
+        )
+    else:
+        text = f"{path} is neither a folder nor in the local cache: it would be downloaded from the hub"
+        yield Finding(level="warning", what=key, text=text, fix="Its sizes could not be judged.")
+
+
+def _model_fits(config: PPOConfig, model: ModelFacts) -> Iterator[Finding]:
+    policy = config.actor_rollout_ref
+    tp = policy.rollout.tensor_model_parallel_size
+    degrees = [(f"{ROLLOUT}.tensor_model_parallel_size", tp)]
+    sections = [("actor_rollout_ref.actor", policy.actor)]
+    sections += [("actor_rollout_ref.ref", policy.ref)] if config.needs_reference else []
+    sections += [("critic", config.critic)] if config.needs_critic else []
+    for at, section in sections:
+        degrees.append((f"{at}.tensor_parallel_size", section.tensor_parallel_size))
+        degrees.append((f"{at}.ulysses_sequence_parallel_size", section.ulysses_sequence_parallel_size))
+        if section.pipeline_parallel_size > model.layers:
+            text = f"{section.pipeline_parallel_size} stages for {model.layers} layers"
+            fix = f"Use at most {model.layers}."
+            yield Finding(level="error", what=f"{at}.pipeline_parallel_size", text=text, fix=fix)
+    for key, degree in degrees:
+        heads = f"{model.heads} attention and {model.kv_heads} key-value heads"
+        if model.heads % degree or (model.kv_heads % degree and degree % model.kv_heads):
+            fits = [
+                d
+                for d in range(1, model.heads + 1)
+                if model.heads % d == 0 and (model.kv_heads % d == 0 or d % model.kv_heads == 0)
+            ]
+            fix = f"Use one of {', '.join(map(str, fits))}."
+            yield Finding(level="error", what=key, text=f"{degree} does not divide the model's {heads}", fix=fix)
+    if model.context is not None and config.model_length > model.context:
+        key = f"{ROLLOUT}.max_model_len" if policy.rollout.max_model_len else "data.max_response_length"
+        text = (
+            f"{config.prompt_length} prompt + {config.response_length} response tokens (context {config.model_length}) "
+            f"exceed the {model.context} positions of the model"
+        )
+        fix = "Shorten them, or set actor_rollout_ref.model.override_config.max_position_embeddings if the model can."
+        yield Finding(level="error", what=key, text=text, fix=fix)
+
+
+def _user_code(config: PPOConfig) -> Iterator[Finding]:
+    yield from _name_in_file("reward.custom_reward_function", config.reward.custom_reward_function)
+    yield from _name_in_file("data.custom_cls", config.data.custom_cls)
+
+
+def _name_in_file(key: str, own: CustomClassConfig) -> Iterator[Finding]:
+    if own.path is None:
+        return
+    file = Path(own.path).expanduser()
+    if not file.is_file():
+        yield Finding(level="error", what=f"{key}.path", text=f"{own.path} does not exist", fix=_similar(own.path))
+        return
+    try:
+        names = _top_level_names(ast.parse(file.read_text(encoding="utf-8"), filename=str(file)))
+    except SyntaxError as error:
+        text = f"{own.path} line {error.lineno}: {error.msg}"
+        yield Finding(level="error", what=f"{key}.path", text=text, fix="Correct the file.")
+        return
+    if own.name is None:
+        fix = f"Set {key}.name to one of {', '.join(names) or 'nothing'}."
+        yield Finding(level="error", what=f"{key}.name", text="is not given", fix=fix)
+    elif own.name not in names:
+        fix = did_you_mean(own.name, names) or f"The file defines {', '.join(names) or 'nothing'}."
+        yield Finding(level="error", what=f"{key}.name", text=f"{own.path} defines no {own.name}", fix=fix)
+    else:
+        yield Finding(level="ok", what=key, text=f"{own.name} in {own.path}")
+
+
+def _top_level_names(tree: ast.Module) -> list[str]:
+    """Names that a module binds at its top level, imports and assignments included; ``*`` cannot be known."""
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.append(node.target.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names += [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+    return names
+
+
+def _files(config: PPOConfig) -> Iterator[Finding]:
+    trainer = config.trainer
+    if trainer.resume_from_path is not None:
+        yield from _exists("trainer.resume_from_path", trainer.resume_from_path)
+    for source in config.algorithm.ptx_files:
+        yield from _exists("algorithm.ptx_files", source)
+    for key, folder in (
+        ("trainer.default_local_dir", trainer.default_local_dir),
+        ("trainer.rollout_data_dir", trainer.rollout_data_dir),
+        ("trainer.validation_data_dir", trainer.validation_data_dir),
+    ):
+        if folder is not None:
+            yield _writable(key, Path(folder).expanduser())
+
+
+def _exists(key: str, path: str) -> Iterator[Finding]:
+    if not is_generated(path) and not Path(path).expanduser().exists():
+        yield Finding(level="error", what=key, text=f"{path} does not exist", fix=_similar(path))
+
+
+def _writable(key: str, folder: Path) -> Finding:
+    at = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), Path("/"))
+    if at.is_dir() and os.access(at, os.W_OK):
+        return Finding(level="ok", what=key, text=f"{folder} can be written")
+    text = f"{folder} cannot be written: {at} is {'read-only for you' if at.is_dir() else 'a file'}"
+    return Finding(level="error", what=key, text=text, fix="Choose another folder.")
+
+
+def _memory(plan: RunPlan, machine: Machine) -> Iterator[Finding]:
+    if not plan.memory:
+        return
+    for pool in plan.pools:
+        need = plan.memory_per_device(pool.pool.name)
+        if need == 0:
+            continue
+        if pool.device == "cuda" and machine.gpus:
+            have, where = machine.gpus[0].memory_bytes, "a GPU"
+        else:
+            have, where = machine.available_bytes // pool.pool.world, "a slot's share of the free host memory"
+        text = f"about {need / GIB:.2f} GiB per device in pool {pool.pool.name}, and {where} has {have / GIB:.2f} GiB"
+        fix = "Use smaller micro-batches, offload, gradient checkpointing, or more devices."
+        yield Finding(
+            level="warning" if need > have else "ok",
+            what=f"memory of {pool.pool.name}",
+            text=text,
+            fix=fix if need > have else "",
+        )
+
+
+def _similar(path: str) -> str:
+    """A path near the one that does not exist."""
+    given = Path(path).expanduser()
+    if not given.parent.is_dir():
+        return f"There is no folder {given.parent} either."
+    close = nearest(given.name, [entry.name for entry in given.parent.iterdir()])
+    return f"Did you mean {given.parent / close}?" if close else f"Looked from {Path.cwd()}."

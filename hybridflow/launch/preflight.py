@@ -1,0 +1,144 @@
+"""All that is decided and judged before the first process starts. Imports no torch, starts nothing.
+
+``plan_run`` resolves a configuration into a ``RunPlan``; ``check_machine`` compares the plan with this machine. The first
+decides the exit code of a dry run, the second is fatal for a real run.
+"""
+
+from __future__ import annotations
+
+from hybridflow.config.root import PPOConfig
+from hybridflow.engines.rollout import environment as rollout_environment
+from hybridflow.engines.train import environment as train_environment
+from hybridflow.launch.dataflow import dataflow
+from hybridflow.launch.findings import check_machine
+from hybridflow.launch.hf_model import ModelFacts, read_model
+from hybridflow.launch.machine import Machine, inspect_machine
+from hybridflow.launch.memory import estimate
+from hybridflow.launch.plan import Device, Finding, PoolPlan, RolePlan, RunPlan
+from hybridflow.launch.sizes import batch_plan
+from hybridflow.topology.resources import MAIN_POOL, Pool, generation_layout, training_layout
+from hybridflow.utils.errors import MachineError
+
+HOST_POOL = "host"
+"""Processes without a device, for reward functions."""
+
+__all__ = ["Finding", "check_machine", "plan_run"]
+
+
+def plan_run(config: PPOConfig, machine: Machine | None = None) -> RunPlan:
+    """The plan of a run on ``machine`` (None: this one)."""
+    machine = machine or inspect_machine()
+    device = resolve_device(config, machine)
+    roles = place(config)
+    batch = batch_plan(config, {role.role: role.dims for role in roles})
+    model = _known_model(config)
+    return RunPlan(
+        device=device,
+        batch=batch,
+        pools=_pools(config, roles, machine, device),
+        roles=roles,
+        dataflow=dataflow(config),
+        model=model,
+        memory=estimate(config, roles, batch, model, machine, device) if model is not None else (),
+        notes=_notes(config),
+    )
+
+
+def resolve_device(config: PPOConfig, machine: Machine) -> Device:
+    """cpu or cuda; ``auto`` takes cuda where this machine can use it."""
+    if config.trainer.device == "auto":
+        return "cuda" if machine.cuda_usable else "cpu"
+    return "cuda" if config.trainer.device == "cuda" else "cpu"
+
+
+def place(config: PPOConfig) -> tuple[RolePlan, ...]:
+    """Pool and layout of every role that plays."""
+    policy = config.actor_rollout_ref
+    actor, ref, critic, model = policy.actor, policy.ref, config.critic, config.reward.reward_model
+    tp = policy.rollout.tensor_model_parallel_size
+    roles = [
+        RolePlan(
+            role="actor",
+            pool=MAIN_POOL,
+            mesh="train",
+            dims=training_layout(
+                config.world_of("actor"),
+                pp=actor.pipeline_parallel_size,
+                sp=actor.ulysses_sequence_parallel_size,
+                tp=actor.tensor_parallel_size,
+                shard=actor.fsdp_config.fsdp_size,
+                zero_stage=actor.zero_stage,
+            ),
+        ),
+        RolePlan(
+            role="rollout", pool=MAIN_POOL, mesh="rollout", dims=generation_layout(config.world_of("rollout"), tp=tp)
+        ),
+    ]
+    for role, section, sharding, plays in (
+        ("reference", ref, ref.fsdp_config, config.needs_reference),
+        ("critic", critic, critic.fsdp, config.needs_critic),
+    ):
+        if plays:
+            dims = training_layout(
+                config.world_of(role),
+                pp=section.pipeline_parallel_size,
+                sp=section.ulysses_sequence_parallel_size,
+                tp=section.tensor_parallel_size,
+                shard=sharding.fsdp_size,
+                zero_stage=section.zero_stage,
+            )
+            roles.append(RolePlan(role=role, pool=config.pool_of(role), mesh="train", dims=dims))
+    if model.enable or config.pool_of("reward") != MAIN_POOL:
+        pool, world = config.pool_of("reward"), config.world_of("reward")
+        shard = model.fsdp_config.fsdp_size
+    else:
+        pool, world, shard = HOST_POOL, config.reward.num_workers, -1
+    roles.append(RolePlan(role="reward", pool=pool, mesh="train", dims=training_layout(world, shard=shard)))
+    return tuple(roles)
+
+
+def _pools(config: PPOConfig, roles: tuple[RolePlan, ...], machine: Machine, device: Device) -> tuple[PoolPlan, ...]:
+    trainer = config.trainer
+    slots = {MAIN_POOL: (trainer.n_gpus_per_node,) * trainer.nnodes}
+    slots |= {name: pool.slots for name, pool in trainer.pools.items()}
+    if any(role.pool == HOST_POOL for role in roles):
+        slots[HOST_POOL] = (config.reward.num_workers,)
+    on_devices = sum(sum(counts) for name, counts in slots.items() if name != HOST_POOL)
+    share = trainer.threads_per_worker or max(1, machine.cores // on_devices)
+    name = config.actor_rollout_ref.rollout.name
+    found = []
+    for pool, counts in slots.items():
+        members = tuple(role.role for role in roles if role.pool == pool)
+        kind: Device = "cpu" if pool == HOST_POOL else device
+        threads = 1 if pool == HOST_POOL else share
+        hosts_rollout = "rollout" in members
+        variables = train_environment.variables(kind, threads)
+        variables |= rollout_environment.variables(name, kind) if hosts_rollout else {}
+        found.append(
+            PoolPlan(
+                pool=Pool(name=pool, slots=counts, roles=members),
+                device=kind,
+                threads=threads,
+                environment=variables,
+                unset=rollout_environment.unset(name, kind) if hosts_rollout else (),
+            )
+        )
+    return tuple(found)
+
+
+def _known_model(config: PPOConfig) -> ModelFacts | None:
+    model = config.actor_rollout_ref.model
+    try:
+        return read_model(model.path, model.override_config)
+    except MachineError:  # reported by check_machine, which reads it again
+        return None
+
+
+def _notes(config: PPOConfig) -> tuple[str, ...]:
+    rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
+    found = []
+    if estimator in ("gae", "remax", "reinforce_plus_plus") and rollout.n > 1:
+        found.append(
+            f"actor_rollout_ref.rollout.n={rollout.n}: {estimator} needs one sample per prompt only, and verl's default is 1"
+        )
+    return tuple(found)
