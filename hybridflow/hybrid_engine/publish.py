@@ -203,7 +203,10 @@ class Publisher:
         failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._gather(failure)) if reason]
         if not failed:
             return cast(T, result)
-        self._written(NO_VERSION)
+        try:
+            self._written(NO_VERSION)
+        except Exception as error:  # noqa: BLE001 - told below, beside the failure that came first
+            failed.append(f"rank {self._rank}: the generator did not give up its version: {error}")
         raise EngineError(
             f"publish failed while {doing}; the generators hold no version until the next publish\n" + "\n".join(failed)
         ) from cause

@@ -45,7 +45,7 @@ def checksum(values: Tensor, box: Box, shape: Sequence[int], salt: int = 0) -> i
             along = torch.arange(low, high, dtype=torch.int64, device=values.device) * strides[dim]
             index = index + along.view([-1 if at == dim else 1 for at in range(len(part_box))])
         bits = part.contiguous().view(_INTEGERS[part.element_size()]).to(torch.int64)
-        total += bits.mul_(_weights(index)).sum()
+        total += (bits * _weights(index)).sum()
     return int(total)
 
 

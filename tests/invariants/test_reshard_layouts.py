@@ -39,7 +39,7 @@ def pairs(world: int, model: ModelShapes):
 
 
 def divides(model: ModelShapes, tp: int) -> bool:
-    """Whether a generator of this degree can cut the model's MLP; heads and vocabularies of these models always divide."""
+    """Whether a generator of this degree can cut the MLP; heads and vocabularies of these models always divide."""
     return all(shape[-1] % tp == 0 for name, shape in model.shapes.items() if "down_proj" in name)
 
 
