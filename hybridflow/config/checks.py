@@ -244,10 +244,10 @@ def _training_layout(
     world, replica = config.world_of(role), _replica(config, role)
     devices = _device_keys(config, role)
     if world % replica:
-        names = dict(zip(("pp", "sp", "tp"), _degree_keys(at), strict=True))
+        names: dict[str, str] = dict(zip(("pp", "sp", "tp"), _degree_keys(at), strict=True))
         policy = config.actor_rollout_ref
         section = {"actor": policy.actor, "reference": policy.ref, "critic": config.critic}[role]
-        degrees = {
+        degrees: dict[str, int] = {
             "pp": section.pipeline_parallel_size,
             "sp": section.ulysses_sequence_parallel_size,
             "tp": section.tensor_parallel_size,

@@ -30,7 +30,7 @@ GIB = 1 << 30
 def check_machine(config: PPOConfig, plan: RunPlan, machine: Machine | None = None) -> list[Finding]:
     """Findings on this machine, one per question; those of level ``error`` are fatal for a real run."""
     machine = machine or inspect_machine()
-    found = [
+    return [
         *_devices(config, plan, machine),
         *_packages(config),
         *_models(config, plan),
@@ -39,7 +39,6 @@ def check_machine(config: PPOConfig, plan: RunPlan, machine: Machine | None = No
         *_files(config),
         *_memory(plan, machine),
     ]
-    return found
 
 
 def fatal(findings: list[Finding]) -> MachineError | None:
@@ -187,12 +186,8 @@ def _model_fits(config: PPOConfig, model: ModelFacts) -> Iterator[Finding]:
             yield Finding(level="error", what=f"{at}.pipeline_parallel_size", text=text, fix=fix)
     for key, degree in degrees:
         heads = f"{model.heads} attention and {model.kv_heads} key-value heads"
-        if model.heads % degree or (model.kv_heads % degree and degree % model.kv_heads):
-            fits = [
-                d
-                for d in range(1, model.heads + 1)
-                if model.heads % d == 0 and (model.kv_heads % d == 0 or d % model.kv_heads == 0)
-            ]
+        if not _divides_heads(model, degree):
+            fits = [d for d in range(1, model.heads + 1) if _divides_heads(model, d)]
             fix = f"Use one of {', '.join(map(str, fits))}."
             yield Finding(level="error", what=key, text=f"{degree} does not divide the model's {heads}", fix=fix)
     if model.context is not None and config.model_length > model.context:
@@ -203,6 +198,11 @@ def _model_fits(config: PPOConfig, model: ModelFacts) -> Iterator[Finding]:
         )
         fix = "Shorten them, or set actor_rollout_ref.model.override_config.max_position_embeddings if the model can."
         yield Finding(level="error", what=key, text=text, fix=fix)
+
+
+def _divides_heads(model: ModelFacts, degree: int) -> bool:
+    """Whether every one of ``degree`` ranks gets whole heads; key-value heads may be copied."""
+    return model.heads % degree == 0 and (model.kv_heads % degree == 0 or degree % model.kv_heads == 0)
 
 
 def _user_code(config: PPOConfig) -> Iterator[Finding]:

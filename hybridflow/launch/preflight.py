@@ -1,7 +1,7 @@
 """All that is decided and judged before the first process starts. Imports no torch, starts nothing.
 
-``plan_run`` resolves a configuration into a ``RunPlan``; ``check_machine`` compares the plan with this machine. The first
-decides the exit code of a dry run, the second is fatal for a real run.
+``plan_run`` resolves a configuration into a ``RunPlan``; ``check_machine`` compares the plan with this machine. The
+first decides the exit code of a dry run, the second is fatal for a real run.
 """
 
 from __future__ import annotations
@@ -139,6 +139,6 @@ def _notes(config: PPOConfig) -> tuple[str, ...]:
     found = []
     if estimator in ("gae", "remax", "reinforce_plus_plus") and rollout.n > 1:
         found.append(
-            f"actor_rollout_ref.rollout.n={rollout.n}: {estimator} needs one sample per prompt only, and verl's default is 1"
+            f"actor_rollout_ref.rollout.n={rollout.n} (verl's default is 1): {estimator} needs one sample per prompt"
         )
     return tuple(found)

@@ -1,7 +1,7 @@
 """Pools of slots and the layouts that roles take on them: integers and names only.
 
-A slot is one process and one device. The same pool for two roles means that they share processes; different pools run at
-the same time.
+A slot is one process and one device. The same pool for two roles means that they share processes; different pools run
+at the same time.
 """
 
 from __future__ import annotations
