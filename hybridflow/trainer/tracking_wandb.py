@@ -14,8 +14,8 @@ from hybridflow.utils.errors import StateError
 class WandbTracker:
     """One W&B run, started at the first logged step.
 
-    Its id is kept in the folder: a run that logs its first step above 1 is a resumed one and goes on under that id. When
-    the start fails it is not tried again (an unreachable server takes a minute to say so); every call raises instead.
+    Its id is kept in the folder: a run whose first logged step is above 1 is a resumed one and goes on under that id.
+    When the start fails it is not tried again (an unreachable server takes a minute to say so); every call raises.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -30,8 +30,8 @@ class WandbTracker:
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Logs a table of samples."""
-        columns = list(samples[0])
-        rows = [[_cell(sample.get(column)) for column in columns] for sample in samples]
+        columns: list[Any] = list(samples[0])
+        rows: list[Any] = [[_cell(sample.get(column)) for column in columns] for sample in samples]
         self._at(step).log({"val_samples": wandb.Table(columns=columns, data=rows)}, step=step)
 
     def finish(self) -> None:
