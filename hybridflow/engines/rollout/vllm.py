@@ -1,0 +1,484 @@
+"""vLLM in the hosting process, with its step loop in our hands.
+
+``LLMEngine`` is driven by ``add_request`` / ``step`` / ``abort_request``; between two steps nothing is in flight, so weights
+may change there. Tokens are collected here as they come (the backend forgets those of an aborted request), each with the
+weight version that wrote it. With tp > 1 every rank of the group runs the same engine on the same commands ("external
+launcher"), and ``Lockstep`` makes sure that they do.
+
+    weights written -> weights_written(v): repack, drop KV and prefix caches, recompute what runs -> tokens of version v
+
+vLLM is used through public calls except for the path to the model's parameters. What is special about the CPU build is in
+``vllm_cpu.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import vllm
+import vllm.envs
+from torch import Tensor, nn
+from transformers import AutoConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+
+from hybridflow.config.actor import RolloutConfig
+from hybridflow.engines.rollout import vllm_cpu
+from hybridflow.engines.rollout.base import Completion, EngineParameters, Request
+from hybridflow.engines.rollout.inflight import DTYPES, Response, drawing_seed, end_token_ids, open_response
+from hybridflow.engines.rollout.lockstep import Lockstep
+from hybridflow.engines.rollout.vllm_parameters import check_names, engine_parameters
+from hybridflow.utils.errors import EngineError, StateError
+
+T = TypeVar("T")
+TAGS = ("weights", "kv_cache")
+VOCAB_LIMIT_KEY = "hybridflow_vocab_limit"
+OURS = frozenset(
+    {
+        "model",
+        "skip_tokenizer_init",
+        "load_format",
+        "quantization",
+        "logprobs_mode",
+        "generation_config",
+        "async_scheduling",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "distributed_executor_backend",
+        "enable_sleep_mode",
+        "logits_processors",
+        "speculative_config",
+    }
+)
+"""Engine arguments that the user may not set: another value would give wrong numbers, or has its own key."""
+
+
+class VocabLimit(LogitsProcessor):
+    """Takes all mass from ids that the tokenizer does not have; one write per step for the whole batch."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        """vLLM's signature; the limit comes with the engine's ``additional_config``."""
+        del device, is_pin_memory
+        self._limit = int(vllm_config.additional_config[VOCAB_LIMIT_KEY])
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Logits ``[b, V]`` with -inf from the limit on, in place."""
+        logits[:, self._limit :] = float("-inf")
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        """False: the most likely id may be one that is cut."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Nothing: all rows have the same limit."""
+
+
+class VLLMEngine:
+    """``RolloutEngine`` over vLLM; one object per rank, owned by one thread.
+
+    ``close`` ends torch.distributed, and so does dropping the last reference: keep the engine until the trainer is done.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        config: RolloutConfig,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        tp: int,
+        device: str,
+        eos_token_ids: tuple[int, ...] | None = None,
+        vocab_limit: int | None = None,
+        seed: int = 0,
+        lockstep_timeout_s: float = 120.0,
+    ) -> None:
+        """An engine whose weights are yet to be written.
+
+        Where torch.distributed has a world, every rank of it builds its engine at the same point: vLLM makes its groups
+        collectively. For tp > 1 the host has initialised it, and ranks ``[i * tp, (i + 1) * tp)`` form an engine. Random
+        state, thread setting and environment of the host are as before afterwards.
+
+        Args:
+            eos_token_ids: ids that end every response; None: those the model folder names.
+            vocab_limit: ids from here on are never sampled (rows of the embedding beyond the tokenizer).
+            seed: of vLLM's own generator; requests bring theirs.
+            lockstep_timeout_s: tp > 1: longest wait for a peer rank at a step.
+
+        Raises:
+            EngineError: for a vLLM build, environment or model that would give wrong numbers.
+        """
+        on_cpu = torch.device(device).type == "cpu"
+        options = dict(config.engine_kwargs.get("vllm") or {})
+        gemm = options.pop("cpu_gemm", vllm_cpu.GEMMS[0])
+        _check_environment(on_cpu, gemm, tp)
+        hf_config = AutoConfig.from_pretrained(model_path).get_text_config()
+        max_model_len = config.max_model_len or max_prompt_tokens + max_response_tokens
+        arguments = _engine_arguments(model_path, config, max_model_len, tp=tp, on_cpu=on_cpu, seed=seed)
+        if on_cpu:
+            vllm_cpu.check_head_dim(_head_dim(hf_config))
+        if on_cpu and config.kv_cache_memory_bytes is None:
+            arguments["kv_cache_memory_bytes"] = vllm_cpu.kv_cache_bytes(
+                bytes_per_token=_kv_bytes_per_token(hf_config, tp, DTYPES[config.dtype]),
+                max_model_len=max_model_len,
+                max_num_seqs=config.max_num_seqs,
+            )
+        if vocab_limit is not None and vocab_limit < hf_config.vocab_size:
+            arguments["logits_processors"] = [VocabLimit]
+            arguments["additional_config"] = {VOCAB_LIMIT_KEY: vocab_limit}
+        arguments.update(_user_arguments(options, on_cpu))
+        _import_architectures(hf_config.architectures or ())
+        with _host_state_kept():
+            if on_cpu:
+                with vllm_cpu.building(gemm, distributed=tp > 1) as cpu_weights:
+                    self._engine = _build(arguments)
+                self._repack = cpu_weights.repack
+            else:
+                self._engine = _build(arguments)
+                self._repack = _nothing
+        self._lockstep = Lockstep(tp, lockstep_timeout_s) if tp > 1 else None
+        self._parameters = engine_parameters(self._model())
+        check_names(self._parameters, model_path)
+        self._can_release = bool(arguments["enable_sleep_mode"])
+        self._eos_token_ids = end_token_ids(model_path) if eos_token_ids is None else eos_token_ids
+        self._vocab_size = hf_config.vocab_size
+        self._max_model_len = max_model_len
+        self._version = -1
+        self._asleep: set[str] = set()
+        self._closed = False
+        self._pending: list[Response] = []
+        self._running: dict[str, Response] = {}
+        self._over: list[Completion] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are waiting or running."""
+        return bool(self._pending or self._running or self._over)
+
+    @property
+    def version(self) -> int:
+        """Weight version that tokens are sampled from; -1 before the first publish and after a deep sleep."""
+        return self._version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests for the next step. Raises EngineError, and queues none, where one can not be served."""
+        known = {*self._running, *(response.request.request_id for response in self._pending)}
+        opened = []
+        for request in requests:
+            if request.request_id in known:
+                raise EngineError(f"request {request.request_id!r} is already running")
+            known.add(request.request_id)
+            opened.append(
+                open_response(
+                    request,
+                    eos_token_ids=self._eos_token_ids,
+                    max_model_len=self._max_model_len,
+                    vocab_size=self._vocab_size,
+                )
+            )
+        for response in opened:
+            request = response.request
+            self._record("submit", request.request_id, [*request.prompt_ids], [*request.sampled_ids], request.seed)
+            self._record(request.sampling)
+            reason = response.finish_reason
+            if reason is None:
+                self._pending.append(response)
+            else:
+                self._over.append(response.complete(reason))
+
+    def step(self) -> list[Completion]:
+        """Adds queued requests in order, runs one engine step, hands out what finished.
+
+        With tp > 1 every rank of the group calls it, busy or not, and waits for the others before the forward pass.
+
+        Raises:
+            StateError: while asleep or before the first publish.
+            EngineError: when vLLM failed, or a peer rank failed, is missing, or was told something else.
+        """
+        self._require_awake("step", *TAGS)
+        if self._version < 0:
+            raise StateError("step: the engine holds no published weights; call weights_written(version) first")
+        self._guarded(self._admit)
+        if self._lockstep is not None:
+            self._lockstep.agree()
+        return self._guarded(self._advance)
+
+    def cancel(self, request_ids: Sequence[str]) -> list[Completion]:
+        """Stops requests now; their partial tokens, with finish reason ``abort``. Unknown ids are passed over."""
+        wanted = set(request_ids)
+        self._record("cancel", sorted(wanted))
+        over = [completion for completion in self._over if completion.request_id in wanted]
+        running = [response for request_id, response in self._running.items() if request_id in wanted]
+        pending = [response for response in self._pending if response.request.request_id in wanted]
+        self._engine.abort_request([response.request.request_id for response in running])
+        for response in running:
+            del self._running[response.request.request_id]
+        self._pending = [response for response in self._pending if response.request.request_id not in wanted]
+        self._over = [completion for completion in self._over if completion.request_id not in wanted]
+        return over + [response.complete("abort") for response in running + pending]
+
+    def sleep(self, level: int = 1) -> None:
+        """Releases KV cache, and weights (level 1: to host memory, level 2: for good), where the backend can (GPU).
+
+        Raises:
+            StateError: while requests are waiting or running.
+        """
+        if self.busy:
+            raise StateError("sleep: requests are waiting or running; finish or cancel them first")
+        if level not in (1, 2):
+            raise EngineError(f"sleep: level {level} is unknown; allowed are 1 and 2")
+        if self._asleep:
+            raise StateError(f"sleep: {' and '.join(sorted(self._asleep))} asleep already; call wake first")
+        self.clear_caches()
+        if self._can_release:
+            self._engine.sleep(level)
+        self._asleep = set(TAGS)
+        if level == 2:
+            self._version = -1
+
+    def wake(self, tags: Sequence[str] = TAGS) -> None:
+        """Takes memory back for ``tags``; publish between ``weights`` and ``kv_cache`` to keep the peak low."""
+        unknown = set(tags) - set(TAGS)
+        if unknown:
+            raise EngineError(f"wake: unknown tags {sorted(unknown)}; allowed are {list(TAGS)}")
+        asleep = [tag for tag in TAGS if tag in tags and tag in self._asleep]
+        if asleep and self._can_release:
+            self._engine.wake_up(asleep)
+        self._asleep -= set(asleep)
+
+    def parameters(self) -> EngineParameters:
+        """Writable views of what this rank stores; the same storage as long as the engine lives."""
+        self._require_awake("parameters", "weights")
+        return self._parameters
+
+    def weights_written(self, version: int) -> None:
+        """Tells the engine that ``parameters()`` now hold ``version``: repacks, drops every cache.
+
+        Running requests are computed again from their tokens at the next step and go on with the new weights.
+        """
+        self._require_awake("weights_written", "weights")
+        if version < 0:
+            raise EngineError(f"weights_written: version {version} must not be negative")
+        self._version = -1  # until all of it worked, neither the old nor the new version is true
+        self._repack()
+        self.clear_caches()
+        self._engine.set_weight_version(str(version))
+        self._record("weights", version)
+        self._version = version
+
+    def clear_caches(self) -> None:
+        """Drops KV and prefix caches; running requests are computed again. Raises EngineError when vLLM refused."""
+        self._record("clear")
+        if self._engine.reset_prefix_cache(reset_running_requests=True) is not True:
+            raise EngineError("vLLM refused to drop its KV cache, which holds keys and values of earlier weights")
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of weights and kv_cache held now on this rank's device."""
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self._model().parameters()}
+        held = {"weights": sum(storages.values()), "kv_cache": sum(_nbytes(cache) for cache in self._runner().kv_caches)}
+        return {tag: 0 if self._can_release and tag in self._asleep else size for tag, size in held.items()}
+
+    def close(self) -> None:
+        """Ends the engine and, with it, torch.distributed in this process: vLLM destroys the world. Call it last."""
+        if self._closed:
+            return
+        self._closed = True
+        self._version = -1
+        self._pending, self._running, self._over = [], {}, []
+        self._engine.engine_core.shutdown()
+
+    def _guarded(self, call: Callable[[], T]) -> T:
+        """``call()``; a failure is told to the other ranks, who would wait for this one at their next step."""
+        try:
+            return call()
+        except Exception as error:
+            if self._lockstep is not None:
+                self._lockstep.fail(error)
+            raise EngineError(f"vLLM failed in a step: {error!r}") from error
+
+    def _admit(self) -> None:
+        """Gives queued requests to vLLM. Before the ranks agree: what fails here leaves no peer in a forward pass."""
+        for response in self._pending:
+            self._add(response)
+        self._pending = []
+        self._record("running", len(self._running))
+
+    def _advance(self) -> list[Completion]:
+        """One forward pass, and what finished with it."""
+        done, self._over = self._over, []
+        if not self._running:
+            return done
+        for output in self._engine.step():
+            response = self._running[output.request_id]
+            [sample] = output.outputs
+            for token_id, candidates in zip(sample.token_ids, sample.logprobs, strict=True):
+                response.append(token_id, candidates[token_id].logprob, self._version)
+            self._record(output.request_id, [*sample.token_ids])
+            if not output.finished:
+                continue
+            if sample.finish_reason not in ("stop", "length"):
+                raise EngineError(f"request {output.request_id!r} ended with {sample.finish_reason!r}")
+            del self._running[output.request_id]
+            done.append(response.complete(sample.finish_reason))
+        return done
+
+    def _add(self, response: Response) -> None:
+        request, sampling = response.request, response.request.sampling
+        parameters = vllm.SamplingParams(
+            max_tokens=response.max_tokens - len(response.token_ids),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=max(sampling.top_k, 0),
+            seed=drawing_seed(request),
+            stop_token_ids=sorted(response.stop_ids),
+            ignore_eos=True,  # the model's own end token: ours are all in stop_token_ids
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": [*request.prompt_ids, *response.token_ids]}
+        self._engine.add_request(request.request_id, prompt, parameters)
+        self._running[request.request_id] = response
+
+    def _record(self, *facts: object) -> None:
+        if self._lockstep is not None:
+            self._lockstep.record(*facts)
+
+    def _require_awake(self, what: str, *tags: str) -> None:
+        if self._closed:
+            raise StateError(f"{what}: the engine is closed")
+        asleep = sorted(self._asleep & set(tags))
+        if asleep:
+            raise StateError(f"{what}: {' and '.join(asleep)} asleep; call wake first")
+
+    def _runner(self) -> Any:
+        """vLLM's model runner in this process."""
+        return self._engine.model_executor.driver_worker.model_runner
+
+    def _model(self) -> nn.Module:
+        return self._runner().model
+
+
+def _check_environment(on_cpu: bool, gemm: str, tp: int) -> None:
+    if vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+        raise EngineError(
+            "VLLM_ENABLE_V1_MULTIPROCESSING must be 0 before vllm is imported, or its weights lie in another process; "
+            "start the process with the variables of hybridflow.engines.rollout.environment"
+        )
+    if on_cpu:
+        vllm_cpu.check_build(gemm)
+    if tp > 1 and not dist.is_initialized():
+        raise EngineError(f"tensor_model_parallel_size={tp} needs a torch.distributed world before the engine is built")
+
+
+def _engine_arguments(
+    model_path: str, config: RolloutConfig, max_model_len: int, *, tp: int, on_cpu: bool, seed: int
+) -> dict[str, Any]:
+    chunked = config.enable_chunked_prefill and not on_cpu  # seeded requests crash there when a prefill is split
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "skip_tokenizer_init": True,
+        "dtype": DTYPES[config.dtype],
+        "seed": seed,
+        "load_format": "dummy",
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max(
+            config.max_num_batched_tokens, config.max_num_seqs, 0 if chunked else max_model_len
+        ),
+        "enable_chunked_prefill": chunked,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enforce_eager": config.enforce_eager or on_cpu,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "async_scheduling": False,
+        "tensor_parallel_size": tp,
+        "disable_log_stats": config.disable_log_stats,
+        "enable_sleep_mode": config.free_cache_engine and not on_cpu,
+    }
+    if tp > 1 or (dist.is_initialized() and not on_cpu):  # on GPU also for tp=1: it takes the device from LOCAL_RANK
+        arguments["distributed_executor_backend"] = "external_launcher"
+    if on_cpu:
+        arguments |= {"block_size": vllm_cpu.BLOCK_SIZE, "kv_cache_memory_bytes": config.kv_cache_memory_bytes}
+    else:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    return arguments
+
+
+def _user_arguments(options: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
+    taken = sorted(OURS & options.keys())
+    if taken:
+        raise EngineError(f"rollout.engine_kwargs.vllm may not set {', '.join(taken)}: hybridflow does")
+    unknown = sorted(options.keys() - EngineArgs.__dataclass_fields__.keys())
+    if unknown:
+        raise EngineError(f"rollout.engine_kwargs.vllm: vLLM {vllm.__version__} has no argument {', '.join(unknown)}")
+    if options.get("enable_chunked_prefill") and on_cpu:
+        raise EngineError("rollout.engine_kwargs.vllm.enable_chunked_prefill: seeded requests crash with it on CPU")
+    return options
+
+
+def _kv_bytes_per_token(hf_config: Any, tp: int, dtype: str) -> int:
+    """Bytes of keys and values of one token on one rank, all layers."""
+    heads = max(1, hf_config.num_key_value_heads // tp)
+    return 2 * hf_config.num_hidden_layers * heads * _head_dim(hf_config) * getattr(torch, dtype).itemsize
+
+
+def _head_dim(hf_config: Any) -> int:
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+def _import_architectures(architectures: Sequence[str]) -> None:
+    """Lets vLLM look at model classes in this process; it would start another python for it, 10 s on a new machine."""
+    for name in architectures:
+        if name in vllm.ModelRegistry.models:
+            vllm.ModelRegistry.register_model(name, vllm.ModelRegistry.models[name].load_model_cls())
+
+
+def _build(arguments: dict[str, Any]) -> LLMEngine:
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _nothing() -> None:
+    """GPU weights are used as they are written."""
+
+
+def _nbytes(cache: Any) -> int:
+    """Bytes of one layer's KV cache: a tensor, or several."""
+    return cache.nbytes if isinstance(cache, Tensor) else sum(_nbytes(one) for one in cache)
+
+
+@contextmanager
+def _host_state_kept() -> Iterator[None]:
+    """Gives the external launcher its rank variables, and puts back the host's random state and variables after it.
+
+    vLLM seeds python's, numpy's and torch's global generators, which also belong to the trainer in this process.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    names = {}
+    if dist.is_initialized():
+        local = torch.cuda.current_device() if torch.cuda.is_available() else dist.get_rank()
+        names = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": local}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
