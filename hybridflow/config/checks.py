@@ -45,6 +45,39 @@ def across(config: PPOConfig) -> Iterator[Problem]:
     yield from _layouts(config)
     yield from _lengths(config)
     yield from _schedule(config)
+    yield from _not_yet(config)
+
+
+def _not_yet(config: PPOConfig) -> Iterator[Problem]:
+    """What the engines refuse today (engines/train/parallelize.py: refuse_unsupported), said before a worker starts."""
+    policy = config.actor_rollout_ref
+    sections = [(ACTOR, policy.actor, policy.actor.fsdp_config)]
+    sections += [(REF, policy.ref, policy.ref.fsdp_config)] if config.needs_reference else []
+    sections += [("critic", config.critic, config.critic.fsdp)] if config.needs_critic else []
+    for at, section, sharding in sections:
+        for name in ("pipeline", "ulysses_sequence", "tensor"):
+            degree = {
+                "pipeline": section.pipeline_parallel_size,
+                "ulysses_sequence": section.ulysses_sequence_parallel_size,
+                "tensor": section.tensor_parallel_size,
+            }[name]
+            if degree > 1:
+                key = f"{at}.{name}_parallel_size"
+                yield Problem(
+                    key=key, given=show(degree), text="the training engine does not do this yet", fix="Use 1."
+                )
+        if sharding.mixed_precision.param_dtype in ("fp16", "float16"):
+            key = f"{'critic.fsdp' if at == 'critic' else f'{at}.fsdp_config'}.mixed_precision.param_dtype"
+            yield Problem(key=key, given="fp16", text="needs loss scaling, which is not supported", fix="Use bf16.")
+    for at, model in (("actor_rollout_ref.model", policy.model), ("critic.model", config.critic.model)):
+        for name, given in (
+            ("lora_rank", model.lora_rank),
+            ("use_liger", model.use_liger),
+            ("enable_activation_offload", model.enable_activation_offload),
+        ):
+            if given:
+                text = "the training engine does not do this yet"
+                yield Problem(key=f"{at}.{name}", given=show(given), text=text, fix="Remove the key.")
 
 
 def divisor_near(number: int, wanted: int) -> int:
@@ -84,6 +117,21 @@ def _credit(config: PPOConfig) -> Iterator[Problem]:
         text = f"has {len(weights)} weights for {len(keys)} algorithm.gdpo_reward_keys"
         key, reads = "algorithm.gdpo_reward_weights", ("algorithm.gdpo_reward_keys",)
         yield Problem(key=key, given=show(weights), text=text, fix="Give one each.", reads=reads)
+    correction = algorithm.rollout_correction
+    if correction.bypass_mode and correction.rollout_is_batch_normalize:
+        text = "divides by a batch mean, and in bypass_mode the weights are known only inside the loss"
+        key, reads = (
+            "algorithm.rollout_correction.rollout_is_batch_normalize",
+            ("algorithm.rollout_correction.bypass_mode",),
+        )
+        yield Problem(key=key, given="True", text=text, fix="Keep one of the two.", reads=reads)
+    names = (correction.rollout_rs or "").split(",")
+    thresholds = show(correction.rollout_rs_threshold).split(",")
+    if correction.rollout_rs and len(thresholds) not in (1, len(names)):
+        text = f"has {len(thresholds)} entries for the {len(names)} names of rollout_rs={correction.rollout_rs}"
+        key, reads = "algorithm.rollout_correction.rollout_rs_threshold", ("algorithm.rollout_correction.rollout_rs",)
+        given = show(correction.rollout_rs_threshold)
+        yield Problem(key=key, given=given, text=text, fix="Give one for all, or one each.", reads=reads)
     if algorithm.ptx_coef > 0 and not algorithm.ptx_files:
         text = "needs text: algorithm.ptx_files is empty"
         yield Problem(key="algorithm.ptx_coef", given=show(algorithm.ptx_coef), text=text, fix="Name a text file.")
@@ -311,6 +359,12 @@ def _lengths(config: PPOConfig) -> Iterator[Problem]:
          config.reward.reward_model.micro_batch_size_per_gpu, config.reward.reward_model.enable),
     ]  # fmt: skip
     for at, name, budget, sp, dynamic, rows, plays in budgets:
+        if plays and dynamic is False and rows is None:
+            prefix = name.replace("max_token_len", "micro_batch_size")
+            flag = "use_dynamic_bsz" if name.startswith("ppo") else "log_prob_use_dynamic_bsz"
+            fix = f"Set {at}.{prefix}=N, or remove the key."
+            text = f"needs a number of sequences: {at}.{prefix} is not set"
+            yield Problem(key=f"{at}.{flag}", given="False", text=text, fix=fix)
         by_tokens = dynamic if dynamic is not None else rows is None
         if plays and by_tokens and budget * sp < longest:
             spread = f" x {sp} sequence-parallel ranks" if sp > 1 else ""

@@ -56,22 +56,29 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of the given names; ``open`` also lets ``package.module:attribute`` through."""
+    """One of the given names; ``open`` also lets ``package.module:attribute`` through, ``several`` a list with commas."""
 
     names: tuple[str, ...]
     open: bool = False
+    several: bool = False
 
     def accepts(self, value: Any) -> bool:
         """Whether ``value`` is allowed."""
+        if self.several:
+            return all(name.strip() in self.names for name in str(value).split(","))
         return value in self.names or (self.open and is_dotted(value))
 
     def allowed(self) -> str:
         """What is allowed, in words."""
-        return "one of " + ", ".join(self.names) + (", or your own package.module:attribute" if self.open else "")
+        few = "one or more, with commas between, of " if self.several else "one of "
+        return few + ", ".join(self.names) + (", or your own package.module:attribute" if self.open else "")
 
     def fix(self, value: Any) -> str:
         """The nearest name."""
-        return did_you_mean(str(value), self.names)
+        wrong = (
+            [name for name in str(value).split(",") if name.strip() not in self.names] if self.several else [str(value)]
+        )
+        return did_you_mean(wrong[0].strip(), self.names)
 
 
 @dataclass(frozen=True, slots=True)

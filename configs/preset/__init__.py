@@ -1,0 +1,1 @@
+"""Ready-made algorithms: ``preset=NAME`` on the command line."""

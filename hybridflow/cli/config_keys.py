@@ -1,0 +1,99 @@
+"""``config_keys``: what happens to a key, and the generated reference pages."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridflow.config.key_rules import RULES
+from hybridflow.config.keys import answer
+from hybridflow.config.load import nearest_key
+from hybridflow.config.root import PPOConfig
+from hybridflow.config.tree import leaf_names, leaves
+from hybridflow.config.verl_keys import VERL_KEYS
+
+MADE_BY = "<!-- Made by `python -m hybridflow.config_keys --write docs/reference`; do not edit. -->\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answers for the keys given, or writes the pages; 1 when a key is unknown."""
+    parser = argparse.ArgumentParser(prog="python -m hybridflow.config_keys", description=main.__doc__)
+    parser.add_argument("keys", nargs="*", help="dotted keys; none: print the table of verl's keys")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write both pages there")
+    arguments = parser.parse_args(argv)
+    if arguments.write is not None:
+        for name, page in pages().items():
+            (arguments.write / name).write_text(page, encoding="utf-8")
+        return 0
+    if not arguments.keys:
+        print(keys_page(), end="")
+        return 0
+    unknown = 0
+    for key in arguments.keys:
+        found = answer(key)
+        unknown += found is None
+        print(f"{key}: {found if found is not None else _unknown(key)}")
+    return 1 if unknown else 0
+
+
+def pages() -> dict[str, str]:
+    """Every generated page by its file name."""
+    return {"config_keys.md": keys_page(), "configuration.md": configuration_page()}
+
+
+def keys_page() -> str:
+    """docs/reference/config_keys.md: one answer per key of verl, then the rules behind them."""
+    lines = [
+        MADE_BY,
+        "# verl's keys\n",
+        "The keys that public verl scripts set, most frequent first, and what `python -m hybridflow.main_ppo` does",
+        "with them. A key that is neither here nor in [configuration](configuration.md) is an error that names the nearest",
+        "one; none is silently ignored. `null` always means *not set*. Ask for any key:",
+        "`python -m hybridflow.config_keys KEY`.\n",
+        "| key | answer | |",
+        "|---|---|---|",
+    ]
+    for key in VERL_KEYS:
+        found = answer(key)
+        assert found is not None, key
+        lines.append(f"| `{key}` | {'honoured' if found.honoured else 'refused'} | {_cell(found.text)} |")
+    lines += [
+        "\n## Rules for keys that are not ours\n",
+        "`**` stands for everything below a key. The first rule that fits decides.\n",
+        "| keys | answer | |",
+        "|---|---|---|",
+    ]
+    for rule in RULES:
+        found = answer(rule.pattern.replace("**", "x").replace("*", "x"))
+        assert found is not None, rule.pattern
+        lines.append(f"| `{rule.pattern}` | {'honoured' if found.honoured else 'refused'} | {_cell(found.text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def configuration_page() -> str:
+    """docs/reference/configuration.md: every key, its type, default and meaning."""
+    lines = [
+        MADE_BY,
+        "# Configuration\n",
+        "Every key of `python -m hybridflow.main_ppo`, from the dataclasses in `hybridflow/config`. Set them as",
+        "`key=value`; `python -m hybridflow.main_ppo --cfg job` shows what a command line composes to.\n",
+    ]
+    section = ""
+    for leaf in leaves(PPOConfig):
+        above = leaf.key.rpartition(".")[0]
+        if above != section:
+            section = above
+            lines += [f"\n## {section}\n", "| key | type | default | |", "|---|---|---|---|"]
+        kind = leaf.type + (f"; {leaf.allowed}" if leaf.allowed else "")
+        lines.append(f"| `{leaf.key}` | {_cell(kind)} | `{leaf.default}` | {_cell(leaf.doc)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("``", "`").replace("|", "\\|")
+
+
+def _unknown(key: str) -> str:
+    close = nearest_key(key, key.rpartition(".")[2], [], list(leaf_names(PPOConfig)))
+    return "unknown" + (f"; did you mean {close}?" if close else "")

@@ -1,0 +1,181 @@
+"""The command line in front of the strict loader: Hydra composes, ``config/load.py`` judges.
+
+Hydra sees the defaults tree that is generated from the dataclasses, under small YAML groups (``configs/``). So that a
+key never fails in Hydra's words, every ``key=value`` reaches it as ``++key=value``; what does not exist is then our
+error, with a suggestion. Hydra writes no folder, configures no logging, and its exit code for a broken command line
+becomes ours.
+
+Exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 3 this machine (or cluster) lacks something.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.markup import escape
+
+from hybridflow.config.problems import MAX_SHOWN, InvalidConfigError
+from hybridflow.config.tree import defaults_tree
+from hybridflow.utils.errors import ConfigError, DataError, MachineError
+
+OK, FAILED, BAD_CONFIG, BAD_MACHINE = 0, 1, 2, 3
+DEFAULTS_NODE = "hybridflow_defaults"
+FLAGS = {"--dry-run": "++trainer.dry_run=True", "--strict": "++trainer.strict=True"}
+"""Our own flags, as overrides."""
+HELP = """\
+usage: python -m hybridflow.COMMAND [KEY=VALUE ...] [--dry-run] [--strict] [--cfg job]
+
+  KEY=VALUE       any key of docs/reference/configuration.md; +KEY= and ++KEY= mean the same
+  preset=NAME     a ready-made algorithm of configs/preset
+  --dry-run       judge the configuration, print the plan, start nothing
+  --strict        with --dry-run: fail for what this machine lacks, too
+  --cfg job       print the composed configuration
+  --config-dir DIR --config-name NAME   a YAML file of your own, with `defaults: [ppo_trainer, _self_]`
+
+exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 3 this machine lacks something"""
+_ASSIGNMENT = re.compile(r"^(?P<plus>\+{0,2})(?P<key>[A-Za-z_][\w.\-]*)=")
+_VALUED_FLAGS = frozenset(
+    {"--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c"}
+)
+
+
+def compose_and_run(
+    kind: type, config_name: str, task: Callable[[dict[str, Any]], int], argv: Sequence[str] | None = None
+) -> int:
+    """The exit code of ``task``, called with the tree that Hydra composes from ``argv`` (None: this process's).
+
+    Args:
+        kind: root dataclass; its defaults are the tree under the YAML.
+        config_name: YAML of the command in ``configs/``.
+        task: gets plain nested dicts; its ConfigError, DataError and MachineError are printed and become exit codes.
+        argv: arguments without the program's name.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not {"--help", "-h"}.isdisjoint(arguments):
+        print(HELP)
+        return OK
+    if not {"--multirun", "-m"}.isdisjoint(arguments):
+        return guarded(_refuse_sweep)
+    ConfigStore.instance().store(name=DEFAULTS_NODE, node=defaults_tree(kind))
+    outcome: list[int] = []
+
+    def judged(config: DictConfig) -> None:
+        outcome.append(guarded(lambda: task(to_tree(config))))
+
+    before, sys.argv = sys.argv, [sys.argv[0], *rewrite(arguments)]
+    try:
+        hydra.main(version_base="1.3", config_path=config_location(), config_name=config_name)(judged)()
+    except SystemExit as end:
+        if end.code not in (0, None) and not outcome:
+            return BAD_CONFIG  # Hydra has said why
+    finally:
+        sys.argv = before
+    return outcome[-1] if outcome else OK  # no outcome: Hydra only showed something (--cfg, --help)
+
+
+def _refuse_sweep() -> int:
+    raise ConfigError("--multirun: sweeps are not supported. Start one run per value from a shell loop")
+
+
+def guarded(task: Callable[[], int]) -> int:
+    """The exit code of ``task``; errors of the user's making are printed without a traceback."""
+    try:
+        return task()
+    except (ConfigError, DataError) as error:
+        report(error, "The configuration cannot work" if isinstance(error, ConfigError) else "The data cannot be used")
+        return BAD_CONFIG
+    except MachineError as error:
+        report(error, "This machine cannot run it")
+        return BAD_MACHINE
+
+
+def report(error: Exception, headline: str) -> None:
+    """Prints an error on one screen, on stderr."""
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(f"[bold red]{headline}[/]", highlight=False)
+    if not isinstance(error, InvalidConfigError):
+        console.print(escape(str(error)), highlight=False)
+        return
+    for number, problem in enumerate(error.problems[:MAX_SHOWN], 1):
+        given = "" if problem.given is None else f"={problem.given}"
+        console.print(f"{number:>3}. [bold]{escape(problem.key)}[/]{escape(given)}", highlight=False)
+        console.print(f"     {escape(problem.text)}.", highlight=False)
+        if problem.fix:
+            console.print(f"     [green]{escape(problem.fix)}[/]", highlight=False)
+    if len(error.problems) > MAX_SHOWN:
+        console.print(f"     ... and {len(error.problems) - MAX_SHOWN} more", highlight=False)
+
+
+def to_tree(config: DictConfig) -> dict[str, Any]:
+    """Plain nested dicts with interpolations resolved.
+
+    Raises:
+        ConfigError: an interpolation points nowhere.
+    """
+    try:
+        tree = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "configuration"
+        raise ConfigError(
+            f"{key}: {str(error).splitlines()[0]}. Write ${{key.of.the.tree}} or the value itself."
+        ) from error
+    if not isinstance(tree, dict):
+        raise ConfigError("the composed configuration is no mapping")
+    return {str(key): value for key, value in tree.items()}
+
+
+def rewrite(arguments: Sequence[str]) -> list[str]:
+    """Arguments as Hydra gets them: our flags as overrides, ``key=`` and ``+key=`` as ``++key=``, groups without plus.
+
+    Raises nothing: what cannot be read is left for Hydra to refuse.
+    """
+    groups = config_groups()
+    found = []
+    after_flag = False
+    for argument in arguments:
+        match = _ASSIGNMENT.match(argument)
+        if after_flag or match is None or argument.startswith("hydra."):
+            found.append(FLAGS.get(argument, argument))
+        elif match["key"] in groups:
+            found.append(argument[len(match["plus"]) :])
+        else:
+            found.append("++" + argument[len(match["plus"]) :])
+        after_flag = argument in _VALUED_FLAGS
+    return found
+
+
+def config_groups() -> frozenset[str]:
+    """Names of the groups in ``configs/``."""
+    return frozenset(
+        folder.name for folder in config_folder().iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))
+    )
+
+
+def config_location() -> str:
+    """Where Hydra looks for YAML: the installed package, or the folder beside the package in a checkout."""
+    return "pkg://hybridflow.configs" if importlib.util.find_spec("hybridflow.configs") else str(config_folder())
+
+
+def config_folder() -> Path:
+    """The folder ``configs``.
+
+    Raises:
+        MachineError: the installation has none.
+    """
+    spec = importlib.util.find_spec("hybridflow.configs")
+    if spec is not None and spec.submodule_search_locations:
+        return Path(spec.submodule_search_locations[0])
+    folder = Path(__file__).resolve().parents[2] / "configs"
+    if not (folder / "ppo_trainer.yaml").is_file():
+        raise MachineError(f"the YAML files of hybridflow are missing (looked for hybridflow.configs and {folder})")
+    return folder
