@@ -37,13 +37,13 @@ _STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": lambda x: x.clamp(max=LOG_RATIO_LIMIT).exp() - 1 - x,
 }
 REJECTIONS: tuple[str, ...] = (
-    *_SHORT_NAMES,
     *(f"token_{k}" for k in _STATISTICS),
     *(f"seq_{how}_{k}" for how in ("sum", "mean") for k in _STATISTICS),
     "seq_max_k2",
     "seq_max_k3",
+    *_SHORT_NAMES,
 )
-IMPORTANCE_LEVELS: tuple[str, ...] = ("token", "sequence")
+IS_LEVELS: tuple[str, ...] = ("token", "sequence")
 GUARD_ACTIONS: tuple[str, ...] = ("warn", "fallback", "stop")
 
 
@@ -137,8 +137,8 @@ def importance_weights(
     Raises:
         ConfigError: an unknown ``rollout_is``.
     """
-    if config.rollout_is not in IMPORTANCE_LEVELS:
-        allowed = ", ".join(IMPORTANCE_LEVELS)
+    if config.rollout_is not in IS_LEVELS:
+        allowed = ", ".join(IS_LEVELS)
         raise ConfigError(
             f"algorithm.rollout_correction.rollout_is={config.rollout_is!r}: use one of {allowed} or null"
         )

@@ -29,7 +29,6 @@ from hybridflow.batch.batch import Batch
 from hybridflow.config.actor import PolicyLossConfig
 from hybridflow.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from hybridflow.config.reward import OverlongConfig
-from hybridflow.utils.errors import ColumnError
 
 Metrics = dict[str, float]
 
@@ -96,12 +95,8 @@ def assign_credit(
 
 
 def _bypassed(batch: Batch, config: RolloutCorrectionConfig) -> dict[str, Tensor]:
-    """The sampler's log-probs in place of the trainer's, in bypass mode."""
-    if not config.bypass_mode:
-        return {}
-    if "old_log_probs" in batch:
-        raise ColumnError("rollout_correction.bypass_mode=True and yet there are old_log_probs: do not compute them")
-    return {"old_log_probs": batch["rollout_log_probs"]}
+    """The sampler's log-probs as old ones, in bypass mode (those of the trainer, where there are any, are replaced)."""
+    return {"old_log_probs": batch["rollout_log_probs"]} if config.bypass_mode else {}
 
 
 def _corrected(batch: Batch, mask: Tensor, config: RolloutCorrectionConfig) -> Correction:

@@ -20,7 +20,7 @@ from hybridflow.config.algorithm import FilterGroupsConfig
 from hybridflow.utils.errors import ConfigError
 
 Outcome = Literal["full", "again", "train", "skip", "error"]
-EXHAUSTED: tuple[str, ...] = ("train", "skip", "error")
+EXHAUSTED_ACTIONS: tuple[str, ...] = ("train", "skip", "error")
 
 
 def raw_metric(
@@ -83,5 +83,5 @@ def next_move(*, found: int, wanted: int, rounds: int, config: FilterGroupsConfi
     if config.on_exhausted == "error":
         return "error"
     raise ConfigError(
-        f"algorithm.filter_groups.on_exhausted={config.on_exhausted!r}: use one of {', '.join(EXHAUSTED)}"
+        f"algorithm.filter_groups.on_exhausted={config.on_exhausted!r}: use one of {', '.join(EXHAUSTED_ACTIONS)}"
     )

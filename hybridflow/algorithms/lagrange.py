@@ -15,9 +15,10 @@ class LagrangeMultiplier:
     """lambda >= 0, kept as its logarithm (arXiv:2310.12773, equation 31)."""
 
     LOG_LIMIT = 20.0
+    """Bound of the logarithm: a first value of 0 means e^-20, because a logarithm cannot start at 0."""
 
     def __init__(self, config: SafeRLHFConfig) -> None:
-        self._log = math.log(config.multiplier_init)
+        self._log = math.log(max(config.multiplier_init, math.exp(-self.LOG_LIMIT)))
         self._limit = config.cost_limit
         self._lr = config.multiplier_lr
 

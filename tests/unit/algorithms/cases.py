@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,6 +104,13 @@ def actor(loss_mode: str = "vanilla", *, policy: dict[str, object] | None = None
 def correction(**changes: object) -> RolloutCorrectionConfig:
     """A rollout correction configuration."""
     return RolloutCorrectionConfig(**changes)
+
+
+def unchecked(config: object, **changes: object) -> Any:
+    """``config`` with values that its own checks would refuse: the functions must name them too."""
+    for name, value in changes.items():
+        object.__setattr__(config, name, value)
+    return config
 
 
 def controller(**changes: object) -> KLControlConfig:

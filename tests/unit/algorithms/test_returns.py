@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridflow.algorithms.returns import SCAN_COLUMNS, generalized_advantages, outcome, rewards_to_go
+from tests.unit.algorithms.cases import case, lists, padded
+
+
+def loop_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """Equation 16 of arXiv:1506.02438 as a sum over the future: sum_l (gamma lam)^l delta_{t+l}."""
+    values = [*values, 0.0]
+    delta = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
+    return [sum((gamma * lam) ** k * d for k, d in enumerate(delta[t:])) for t in range(len(delta))]
+
+
+def scan(rewards: list[float], values: list[float], mask: list[int], gamma: float, lam: float) -> list[float]:
+    found, _ = generalized_advantages(
+        token_rewards=torch.tensor([rewards], dtype=torch.float64),
+        values=torch.tensor([values], dtype=torch.float64),
+        mask=torch.tensor([mask]).bool(),
+        gamma=gamma,
+        lam=lam,
+    )
+    return found[0].tolist()
+
+
+def test_values_at_masked_positions_are_neither_bootstrapped_from_nor_decayed_through() -> None:
+    """B06 (1): [.95, 1, 0] (buggy [5.7, 6, ..])."""
+    assert scan([0, 1, 0], [0, 0, 100], [1, 1, 0], 1.0, 0.95) == pytest.approx([0.95, 1.0, 0.0])
+
+
+def test_a_tool_gap_is_transparent() -> None:
+    """B06 (2): [.50624, .592, 0, 0, .6], the same as the compacted row."""
+    found = scan([0, 0, 9, 0, 1], [0.1, 0.2, 50, 50, 0.4], [1, 1, 0, 0, 1], 0.9, 0.8)
+    assert found == pytest.approx([0.50624, 0.592, 0, 0, 0.6])
+    assert scan([0, 0, 1], [0.1, 0.2, 0.4], [1, 1, 1], 0.9, 0.8) == pytest.approx([0.50624, 0.592, 0.6])
+
+
+def test_the_terminal_reward_is_not_lost_when_a_row_ends_in_tool_text() -> None:
+    """B07: gamma 0 gives advantage 1 at the last trainable token, gamma 1 at both."""
+    assert scan([0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], 0.0, 1.0) == [0, 1, 0, 0]
+    assert scan([0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], 1.0, 1.0) == [1, 1, 0, 0]
+
+
+def test_nothing_is_bootstrapped_after_the_last_trainable_token() -> None:
+    """B14: junk critic output on padding does not leak into earlier advantages."""
+    clean = scan([0, 0, 0, 1, 0], [0.1, 0.2, 0.3, 0.4, 0.0], [1, 1, 1, 1, 0], 1.0, 0.5)
+    assert scan([0, 0, 0, 1, 0], [0.1, 0.2, 0.3, 0.4, 1e9], [1, 1, 1, 1, 0], 1.0, 0.5) == clean
+    assert clean[3] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "mask", "gamma", "expected"),
+    [
+        ([0, 0, 1], [1, 0, 1], 0.5, [0.5, 0, 1]),
+        ([0, 0, 0, 0, 0, 1], [1, 1, 0, 0, 1, 1], 1.0, [1, 1, 0, 0, 1, 1]),
+    ],
+)
+def test_rewards_to_go_pass_through_masked_tokens(
+    rewards: list[float], mask: list[int], gamma: float, expected: list[float]
+) -> None:
+    """B08."""
+    found = rewards_to_go(
+        token_rewards=torch.tensor([rewards], dtype=torch.float64), mask=torch.tensor([mask]).bool(), gamma=gamma
+    )
+    assert found[0].tolist() == expected
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("lam", [0.0, 0.8, 1.0])
+def test_the_scan_equals_the_definition_on_compacted_rows(gamma: float, lam: float) -> None:
+    work = case()
+    advantages, returns = generalized_advantages(
+        token_rewards=work.rewards, values=work.values, mask=work.mask, gamma=gamma, lam=lam
+    )
+    rewards, values = lists(work.rewards, work.mask), lists(work.values, work.mask)
+    expected = padded([loop_gae(r, v, gamma, lam) for r, v in zip(rewards, values, strict=True)], work.mask)
+    torch.testing.assert_close(advantages, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(returns, torch.where(work.mask, expected + work.values, 0.0), atol=1e-12, rtol=0)
+
+
+def test_a_row_longer_than_a_scan_block_carries_over() -> None:
+    width = 2 * SCAN_COLUMNS + 3
+    rewards = torch.zeros(1, width, dtype=torch.float64)
+    rewards[0, -1] = 1.0
+    found = rewards_to_go(token_rewards=rewards, mask=torch.ones(1, width, dtype=torch.bool), gamma=0.99)
+    assert found[0].tolist() == pytest.approx([0.99 ** (width - 1 - t) for t in range(width)])
+
+
+def test_an_empty_response_block_is_handled() -> None:
+    empty = torch.zeros(2, 0)
+    advantages, returns = generalized_advantages(
+        token_rewards=empty, values=empty, mask=empty.bool(), gamma=1.0, lam=1.0
+    )
+    assert advantages.shape == returns.shape == (2, 0)
+    assert outcome(empty, empty.bool()).tolist() == [0.0, 0.0]
+
+
+def test_rewards_on_masked_tokens_do_not_count_for_the_outcome() -> None:
+    """B12."""
+    rewards = torch.tensor([[1.0, 5.0], [2.0, float("nan")]])
+    assert outcome(rewards, torch.tensor([[1, 0], [1, 0]]).bool()).tolist() == [1.0, 2.0]
