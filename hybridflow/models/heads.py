@@ -1,18 +1,19 @@
 """``PackedModel``: a Hugging Face body and one head over packed rows; only response positions reach the head.
 
 Two heads. *lm*: the model's own output embedding, read as log-probs (and entropy) of the response tokens. *value*: a
-linear layer ``score`` (the name that Hugging Face's token classifiers use), zero at first, so that a new critic predicts
-a return of 0 everywhere and the first advantages are the plain Monte-Carlo ones.
+linear layer ``score`` (the name that Hugging Face's token classifiers use), zero at first, so that a new critic
+predicts a return of 0 everywhere and the first advantages are the plain Monte-Carlo ones.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Literal
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridflow.models.logprobs import VocabularyShard, token_log_probs
 from hybridflow.models.packing import Packed
@@ -31,7 +32,7 @@ class ValueModel(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.config = model.config
+        self.config = _classifier_config(model)
         self.prefix = model.base_model_prefix
         self.no_split = tuple(model._no_split_modules or ())
         body = model.base_model
@@ -53,7 +54,7 @@ class ValueModel(nn.Module):
 
 
 class PackedModel(nn.Module):
-    """What a training engine runs. ``net`` is the Hugging Face model or a ``ValueModel``; its names are the HF names."""
+    """What a training engine runs. ``net`` is the Hugging Face model or a ``ValueModel``; it keeps the HF names."""
 
     PREFIX = "net."
 
@@ -125,6 +126,15 @@ def _hidden_size(config: object) -> int:
     if not isinstance(size, int):
         raise ConfigError(f"{type(config).__name__} names no hidden_size: no value head can be put on it")
     return size
+
+
+def _classifier_config(model: PreTrainedModel) -> PretrainedConfig:
+    """The config under which transformers' token classification class reads an exported value model."""
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    config.architectures = [type(model).__name__.replace("ForCausalLM", "ForTokenClassification")]
+    return config
 
 
 def _check_head(net: PreTrainedModel | ValueModel) -> None:

@@ -1,7 +1,8 @@
 """The interface of a training engine: forward over rows, update over mini-batches, shards for the hybrid engine.
 
-Rows come in as a padded ``Batch`` (this rank's data-parallel block) and results go out padded; inside, rows are packed.
-The loss contract is in ``algorithms/contract.py``: an engine adds the losses of micro-batches and ranks, never averages.
+Rows come in as a padded ``Batch`` (this rank's data-parallel block) and results go out padded; inside, rows are
+packed. The loss contract is in ``algorithms/contract.py``: an engine adds the losses of micro-batches and ranks, never
+averages.
 """
 
 from __future__ import annotations

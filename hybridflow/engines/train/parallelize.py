@@ -1,4 +1,4 @@
-"""The recipe that turns an empty model into this rank's part of a parallel one, in the order in which it must happen."""
+"""The recipe that turns an empty model into this rank's part of a parallel one, step by step in the needed order."""
 
 from __future__ import annotations
 

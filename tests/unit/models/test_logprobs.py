@@ -1,0 +1,143 @@
+"""Log-probs and entropy: hand-computed, by definition, and the same for every block size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridflow.models.logprobs import VocabularyShard, token_log_probs
+from tests.ranks import run_ranks
+
+
+def naive(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float):
+    log_p = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    return log_p[torch.arange(len(targets)), targets], -(log_p.exp() * log_p).sum(-1)
+
+
+def inputs(n: int = 7, width: int = 6, vocabulary: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, width, generator=g).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=g).requires_grad_()
+    return hidden, weight, torch.randint(0, vocabulary, (n,), generator=g)
+
+
+def test_hand_computed_log_probs_at_temperature_one_half() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(3, 3)
+    found, _ = token_log_probs(logits, torch.eye(3), torch.arange(3), temperature=0.5)
+    assert found.tolist() == pytest.approx([-0.142932, -2.142932, -4.142932], abs=1e-6)
+
+
+def test_hand_computed_entropy() -> None:
+    _, entropy = token_log_probs(torch.tensor([[2.0, 1.0, 0.0]]), torch.eye(3), torch.tensor([0]), entropy=True)
+    assert entropy is not None
+    assert float(entropy) == pytest.approx(0.832396, abs=1e-6)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("block_rows", [1, 2, 1000])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_values_and_gradients_equal_the_definition(keep_bytes: int, block_rows: int, entropy: bool) -> None:
+    hidden, weight, targets = inputs()
+    mix = torch.randn(2, len(targets), generator=torch.Generator().manual_seed(1))
+    want_log_probs, want_entropy = naive(hidden, weight, targets, 0.7)
+    want = (want_log_probs * mix[0]).sum() + (want_entropy * mix[1]).sum() * entropy
+    want_grads = torch.autograd.grad(want, (hidden, weight))
+    log_probs, entropies = token_log_probs(
+        hidden,
+        weight,
+        targets,
+        temperature=0.7,
+        entropy=entropy,
+        keep_bytes=keep_bytes,
+        block_bytes=4 * weight.shape[0] * block_rows,
+    )
+    total = (log_probs * mix[0]).sum()
+    torch.testing.assert_close(log_probs, want_log_probs, atol=1e-6, rtol=1e-6)
+    if entropy:
+        assert entropies is not None
+        torch.testing.assert_close(entropies, want_entropy, atol=1e-6, rtol=1e-6)
+        total = total + (entropies * mix[1]).sum()
+    else:
+        assert entropies is None
+    for got, expected in zip(torch.autograd.grad(total, (hidden, weight)), want_grads, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_bias_counts_in_values_and_gradient() -> None:
+    hidden, weight, targets = inputs()
+    bias = torch.linspace(-1, 1, weight.shape[0]).requires_grad_()
+    want = torch.log_softmax((hidden @ weight.T + bias) / 2, -1)[torch.arange(len(targets)), targets]
+    got, _ = token_log_probs(hidden, weight, targets, bias=bias, temperature=2.0)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(got.sum(), bias)[0], torch.autograd.grad(want.sum(), bias)[0], atol=1e-6, rtol=1e-5
+    )
+
+
+def test_no_token_at_all_is_fine() -> None:
+    hidden, weight, _ = inputs()
+    log_probs, _ = token_log_probs(hidden[:0], weight, torch.zeros(0, dtype=torch.int64))
+    log_probs.sum().backward()
+    assert log_probs.shape == (0,)
+    assert weight.grad is not None
+    assert float(weight.grad.abs().max()) == 0.0
+
+
+def test_low_precision_inputs_give_float32_numbers() -> None:
+    hidden, weight, targets = inputs()
+    low = (hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_())
+    log_probs, _ = token_log_probs(low[0], low[1], targets)
+    log_probs.sum().backward()
+    assert log_probs.dtype == torch.float32
+    assert low[1].grad is not None
+    assert low[1].grad.dtype == torch.bfloat16
+    want, _ = naive(hidden, weight, targets, 1.0)
+    torch.testing.assert_close(log_probs, want, atol=0.1, rtol=0.02)
+
+
+def test_log_probs_without_gradient_allocate_only_one_block() -> None:
+    hidden, weight, targets = inputs(n=64, vocabulary=4096)
+    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
+        token_log_probs(hidden, weight, targets, block_bytes=4 * 4096 * 4)
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert largest <= 4 * 4096 * 4 * 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
+def test_an_impossible_temperature_is_refused(temperature: float) -> None:
+    hidden, weight, targets = inputs()
+    with pytest.raises(ValueError, match="above 0"):
+        token_log_probs(hidden, weight, targets, temperature=temperature)
+
+
+def _sharded(keep_bytes: int) -> dict[str, torch.Tensor]:
+    hidden, weight, targets = inputs(vocabulary=11)
+    start, end = (0, 6) if dist.get_rank() == 0 else (6, 11)
+    mine = weight.detach()[start:end].clone().requires_grad_()
+    log_probs, entropy = token_log_probs(
+        hidden,
+        mine,
+        targets,
+        temperature=0.7,
+        entropy=True,
+        shard=VocabularyShard(start, dist.group.WORLD),
+        keep_bytes=keep_bytes,
+    )
+    (log_probs.sum() + 0.3 * entropy.sum()).backward()
+    return {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": mine.grad}
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 20])
+def test_a_sharded_vocabulary_gives_the_same_numbers(keep_bytes: int) -> None:
+    hidden, weight, targets = inputs(vocabulary=11)
+    log_probs, entropy = naive(hidden, weight, targets, 0.7)
+    (log_probs.sum() + 0.3 * entropy.sum()).backward()
+    ranks = run_ranks(2, _sharded, keep_bytes)
+    for rank in ranks:
+        torch.testing.assert_close(rank["log_probs"], log_probs.detach(), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(rank["entropy"], entropy.detach(), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(rank["hidden"], hidden.grad, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([rank["weight"] for rank in ranks]), weight.grad, atol=1e-5, rtol=1e-5)
