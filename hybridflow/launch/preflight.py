@@ -29,7 +29,7 @@ def plan_run(config: PPOConfig, machine: Machine | None = None) -> RunPlan:
     """The plan of a run on ``machine`` (None: this one)."""
     machine = machine or inspect_machine()
     device = resolve_device(config, machine)
-    roles = place(config)
+    roles = place(config, device)
     batch = batch_plan(config, {role.role: role.dims for role in roles})
     model = _known_model(config)
     return RunPlan(
@@ -51,8 +51,12 @@ def resolve_device(config: PPOConfig, machine: Machine) -> Device:
     return "cuda" if config.trainer.device == "cuda" else "cpu"
 
 
-def place(config: PPOConfig) -> tuple[RolePlan, ...]:
-    """Pool and layout of every role that plays."""
+def place(config: PPOConfig, device: Device) -> tuple[RolePlan, ...]:
+    """Pool and layout of every role that plays.
+
+    Reward functions get processes of their own beside GPUs, which must not wait for them; on a CPU they share the
+    main pool's, since one more process costs more than it frees.
+    """
     policy = config.actor_rollout_ref
     actor, ref, critic, model = policy.actor, policy.ref, config.critic, config.reward.reward_model
     tp = policy.rollout.tensor_model_parallel_size
@@ -88,7 +92,7 @@ def place(config: PPOConfig) -> tuple[RolePlan, ...]:
                 zero_stage=section.zero_stage,
             )
             roles.append(RolePlan(role=role, pool=config.pool_of(role), mesh="train", dims=dims))
-    if model.enable or config.pool_of("reward") != MAIN_POOL:
+    if model.enable or device == "cpu" or config.pool_of("reward") != MAIN_POOL:
         pool, world = config.pool_of("reward"), config.world_of("reward")
         shard = model.fsdp_config.fsdp_size
     else:

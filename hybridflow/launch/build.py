@@ -1,0 +1,165 @@
+"""From a plan to a finished run: the only floor that knows everybody puts the pieces together and takes them apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from hybridflow.algorithms.kl import KL_CONTROLLERS
+from hybridflow.config.root import PPOConfig
+from hybridflow.data.builtin import model_folder
+from hybridflow.data.dataset import build_datasets
+from hybridflow.data.loader import PromptLoader, validation_batches
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.dispatch.group import WorkerGroup
+from hybridflow.launch.groups import open_groups
+from hybridflow.launch.plan import RunPlan
+from hybridflow.launch.specs import ModelSource, worker_specs
+from hybridflow.roles.handles import (
+    ActorHandle,
+    CriticHandle,
+    ReferenceHandle,
+    RewardHandle,
+    RolloutHandle,
+    WeightsHandle,
+)
+from hybridflow.roles.protocols import Checkpointed, Roles
+from hybridflow.topology.resources import MAIN_POOL
+from hybridflow.trainer.ppo import PPOTrainer
+from hybridflow.trainer.progress import StartUp, final_lines
+from hybridflow.trainer.run import Run
+from hybridflow.trainer.tracking import build_trackers
+from hybridflow.utils import logging as run_logging
+
+logger = logging.getLogger(__name__)
+
+TRY_NEXT = (
+    "python -m hybridflow.main_ppo algorithm.adv_estimator=gae    # full PPO with a critic",
+    "python -m hybridflow.main_ppo trainer.n_gpus_per_node=2      # two ranks",
+    "python -m hybridflow.report {folder}                         # curves as a picture",
+)
+
+
+def run(config: PPOConfig, plan: RunPlan) -> int:
+    """Runs every step of the plan; 0 when all are done. Whatever happens, every process that it started is ended."""
+    run_logging.set_up()
+    start = StartUp()
+    folder = Path(config.trainer.default_local_dir)
+    _write_config(config, folder)
+    with ExitStack() as stack:
+        trainer, record = _assemble(config, plan, start, stack)
+        console = Console(highlight=False)
+        console.print(start.table())
+        trainer.fit()
+    _print_end(console, record, folder)
+    return 0
+
+
+def _assemble(config: PPOConfig, plan: RunPlan, start: StartUp, stack: ExitStack) -> tuple[PPOTrainer, Run]:
+    with start.phase("tokenizer"):
+        source, tokenizer = _model_source(config)
+    known = plan.batch.total_steps
+    if known is not None or not _schedule_needs_length(config):
+        # Workers import and load while the driver reads and tokenises.
+        with start.phase("start processes"):
+            groups = open_groups(config, plan, worker_specs(config, plan, source, known), stack)
+        with start.phase("data"):
+            train, validation = build_datasets(config.data, tokenizer, config.trainer.seed)
+    else:
+        with start.phase("data"):
+            train, validation = build_datasets(config.data, tokenizer, config.trainer.seed)
+        with start.phase("start processes"):
+            specs = worker_specs(config, plan, source, plan.batch.steps(len(train)))
+            groups = open_groups(config, plan, specs, stack)
+    loader = PromptLoader(
+        train,
+        batch_size=config.data.train_batch_size,
+        seed=config.trainer.seed if config.data.seed is None else config.data.seed,
+        shuffle=config.data.shuffle,
+    )
+    with start.phase("workers ready"):
+        for group in groups.values():
+            group.wait_ready()
+    roles = _roles(plan, groups)
+    total_steps = plan.batch.steps(len(train))
+    tracker = build_trackers(
+        config.trainer.logger,
+        project=config.trainer.project_name,
+        experiment=config.trainer.experiment_name,
+        folder=config.trainer.default_local_dir,
+        config=dataclasses.asdict(config),
+        total_steps=total_steps,
+    )
+    stack.callback(tracker.finish)
+    record = Run(
+        config,
+        roles=roles,
+        prompts=loader,
+        validation=lambda: validation_batches(validation, config.data.val_batch_size),
+        kl=KL_CONTROLLERS[config.algorithm.kl_ctrl.type](config.algorithm.kl_ctrl),
+        tracker=tracker,
+        total_steps=total_steps,
+        bytes_moved=lambda: sum(group.bytes_moved() for group in groups.values()),
+    )
+    return PPOTrainer(roles, record, config), record
+
+
+def _model_source(config: PPOConfig) -> tuple[ModelSource, Tokenizer]:
+    model = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+    policy = model_folder(model.path)
+    source = ModelSource(
+        policy=policy,
+        critic=policy if config.critic.model.path is None else model_folder(config.critic.model.path),
+        tokenizer=model_folder(model.tokenizer_path or model.path),
+        eos_token_ids=tokenizer.eos_ids,
+        vocab_limit=tokenizer.vocabulary_size,
+    )
+    return source, tokenizer
+
+
+def _schedule_needs_length(config: PPOConfig) -> bool:
+    optims = [config.actor_rollout_ref.actor.optim, *([config.critic.optim] if config.needs_critic else [])]
+    return any(optim.lr_scheduler_type != "constant" or optim.lr_warmup_steps_ratio > 0 for optim in optims)
+
+
+def _roles(plan: RunPlan, groups: dict[str, WorkerGroup]) -> Roles:
+    played = {role.role: groups[role.pool] for role in plan.roles}
+    actor = ActorHandle(played["actor"], "actor")
+    critic = CriticHandle(played["critic"], "critic") if "critic" in played else None
+    checkpointed: dict[str, Checkpointed] = {"actor": actor}
+    if critic is not None:
+        checkpointed["critic"] = critic
+    return Roles(
+        actor=actor,
+        rollout=RolloutHandle(played["rollout"], "rollout"),
+        weights=WeightsHandle(groups[MAIN_POOL], "weights"),
+        reward=RewardHandle(played["reward"], "reward"),
+        critic=critic,
+        reference=ReferenceHandle(played["reference"], "reference") if "reference" in played else None,
+        checkpointed=checkpointed,
+    )
+
+
+def _write_config(config: PPOConfig, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "resolved_config.yaml").write_text(yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _print_end(console: Console, record: Run, folder: Path) -> None:
+    try_next = [command.format(folder=folder) for command in TRY_NEXT]
+    for line in final_lines(record.first_validation, record.last_validation, folder=folder, try_next=try_next):
+        console.print(line, markup=False)
