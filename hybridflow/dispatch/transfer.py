@@ -5,8 +5,8 @@
 A protocol is a pure pair over a ``ParallelDims``; no process and no tensor operation beyond slicing rows is in it. The
 names follow HybridFlow (arXiv:2409.19256), Table 3. Rules that all splitting protocols share:
 
-- Every ``Batch`` argument, positional or keyword, is cut into consecutive blocks of equal row count; all Batch arguments
-  of a call have the same row count. Other arguments (also containers that hold batches) go to every rank as they are.
+- Every ``Batch`` argument, positional or keyword, is cut into consecutive blocks of equal row count; all of a call have
+  the same row count. Other arguments (also containers that hold batches) go to every rank as they are.
 - Missing rows are filled with cyclic copies of real rows, after the last real row. A pad row has ``valid`` False and
   all-False masks, so that it enters no loss, metric or reward; it is cut off on collect and order is kept. Every block
   carries ``valid``, padded or not. A batch of no rows gives every rank a block of no rows.
@@ -188,15 +188,15 @@ def _split(arguments: Arguments, blocks: Sequence[int], parts: int) -> list[Argu
     """Arguments of every rank, where rank r works on block ``blocks[r]`` of ``parts``; equal blocks are one object."""
     row_count(arguments)
     pieces = {name: split_rows(batch, parts) for name, batch in arguments.batches().items()}
-    shares = []
-    for part in range(parts):
-        args = tuple(pieces[key][part] if (key := f"argument {i}") in pieces else v for i, v in enumerate(arguments.args))
-        kwargs = {
-            name: pieces[key][part] if (key := f"argument {name!r}") in pieces else value
-            for name, value in arguments.kwargs.items()
-        }
-        shares.append(Arguments(args, kwargs))
+    shares = [_share(arguments, {name: blocks[part] for name, blocks in pieces.items()}) for part in range(parts)]
     return [shares[block] for block in blocks]
+
+
+def _share(arguments: Arguments, blocks: Mapping[str, Batch]) -> Arguments:
+    return Arguments(
+        tuple(blocks.get(f"argument {i}", value) for i, value in enumerate(arguments.args)),
+        {name: blocks.get(f"argument {name!r}", value) for name, value in arguments.kwargs.items()},
+    )
 
 
 def _to_all(layout: ParallelDims, arguments: Arguments) -> list[Arguments | None]:

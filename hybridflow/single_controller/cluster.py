@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import ray
+from ray._private import ray_constants
 
 from hybridflow.single_controller import health
 from hybridflow.utils.errors import ConfigError, MachineError
@@ -22,8 +22,9 @@ DEFAULT_SLOTS = 64
 """Logical CPU slots of a Ray that we start: more ranks than that on one machine are surely a mistake."""
 LAPTOP_BYTES = 64 << 30
 """Below this much memory the object store of our own Ray is kept small; Ray itself would take 30 %."""
-LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"
-"""Ray replaces the well-known loopback addresses by the machine's outside one on Linux (2.60), this one it leaves."""
+LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Set to 0, Ray's daemons listen on 127.0.0.1 only, on Linux too. Without it Ray (2.60) replaces a loopback address by
+the machine's outside one and listens on every interface."""
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -71,17 +72,26 @@ def start_ray(ray_init: Mapping[str, Any] | None = None) -> Cluster:
             return Cluster(owned=False)
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
+        _stay_on_loopback(True)
         ray.init(address="local", **{**quiet, **_loopback(), **wanted})
     except (ConnectionError, RuntimeError, TimeoutError) as error:
+        _stay_on_loopback(False)
         where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
         raise MachineError(f"could not {where}: {error}") from error
     return Cluster(owned=True, processes=tuple(set(health.descendants([os.getpid()])) - before))
 
 
+def _stay_on_loopback(wanted: bool) -> None:
+    ray_constants.ENABLE_RAY_CLUSTER = not wanted  # Ray read the variable when it was imported
+    if wanted:
+        os.environ[LOOPBACK_SWITCH] = "0"
+    else:
+        os.environ.pop(LOOPBACK_SWITCH, None)
+
+
 def _loopback() -> dict[str, Any]:
     settings: dict[str, Any] = {
         "include_dashboard": False,
-        "_node_ip_address": LOOPBACK,
         "resources": {SLOT: DEFAULT_SLOTS},
     }
     memory = psutil.virtual_memory().total
@@ -98,3 +108,4 @@ def stop_ray(cluster: Cluster) -> None:
     ray.shutdown()
     left = health.wait_gone(processes, timeout_s=5.0)
     health.kill(left)
+    _stay_on_loopback(False)

@@ -105,14 +105,34 @@ def open_store(address: str, ports: Sequence[int], timeout_s: float) -> tuple[di
     refused = []
     for port in ports:
         try:
-            store = dist.TCPStore(
-                address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-            )
-        except (RuntimeError, OSError) as error:
-            refused.append(f"{Rendezvous(address=address, port=port)} ({str(error).splitlines()[0]})")
+            listener = _listen(address, port)
+        except OSError as error:
+            refused.append(f"{Rendezvous(address=address, port=port)} ({error.strerror})")
             continue
-        return store, Rendezvous(address=address, port=store.port)
+        meeting = Rendezvous(address=address, port=listener.getsockname()[1])
+        store = dist.TCPStore(
+            address,
+            meeting.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),  # the store owns it now
+        )
+        return store, meeting
     raise MachineError(f"no port can be bound on {socket.gethostname()}: {'; '.join(refused)}")
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """A listening socket on this address alone (TCPStore itself would listen on every interface)."""
+    family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.bind(where)
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def join_store(meeting: Rendezvous, timeout_s: float) -> dist.TCPStore:

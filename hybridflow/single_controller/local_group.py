@@ -5,6 +5,7 @@ The same workers, calls and errors as ``RayGroup``; a laptop debugger or a test 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import os
@@ -194,6 +195,7 @@ class _Forked:
         self._send_lock = threading.Lock()
         self._store, self._meeting = open_store(LOOPBACK, ports, plans[0].collective_timeout_s)
         self._start(plans, preload)
+        atexit.register(self._kill)  # before multiprocessing's own hook, which would wait for them
         threading.Thread(target=self._read, name="hybridflow-replies", daemon=True).start()
 
     def _start(self, plans: Sequence[Plan], preload: Sequence[str]) -> None:
@@ -280,15 +282,20 @@ class _Forked:
             for process in self._processes:
                 process.join(max(0.0, until - time.monotonic()))
         health.kill(children, timeout_s=0.0)
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
-            process.join(5.0)
+        self._kill()
+        atexit.unregister(self._kill)
         health.wait_gone(children, timeout_s=5.0)
         health.remove_segments([*pids, *children], [self._meeting.port])
         for pipe in (*self._work, *self._control):
             pipe.close()
         del self._store
+
+    def _kill(self) -> None:
+        self._ending = True
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join(5.0)
 
     # ---------------------------------------------------------------------------------------- the reading thread
 

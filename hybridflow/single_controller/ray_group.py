@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -22,6 +23,8 @@ from hybridflow.single_controller.lanes import LaneGroup
 from hybridflow.single_controller.ray_actor import CONTROL, RankActor
 from hybridflow.single_controller.resource_pool import ResourcePool, Slot
 from hybridflow.single_controller.wire import pack, unpack
+
+log = logging.getLogger(__name__)
 
 CONTROL_THREADS = 4
 """One is taken by ``stay``; the rest answer."""
@@ -244,16 +247,23 @@ class _Actors:
         here = [place.pid for rank in range(len(self._actors)) if (place := self.place(rank)) and self._is_here(place)]
         pids = [*here, *health.descendants(here)]
         if polite:
-            ray.wait(
-                [actor.close.remote() for actor in self._actors],
-                num_returns=len(self._actors),
-                timeout=CLOSE_TIMEOUT_S,
-            )
+            self._close()
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
         health.kill(health.wait_gone(pids, timeout_s=5.0))
         health.remove_segments(pids, self._ports())
         self._pool.vacate()
+
+    def _close(self) -> None:
+        closing = [actor.close.remote() for actor in self._actors]
+        done, late = ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+        if late:
+            log.warning("%d ranks did not close their workers within %g s and are ended", len(late), CLOSE_TIMEOUT_S)
+        for ref in done:
+            try:
+                ray.get(ref)
+            except RayError as error:  # the process ends anyway
+                log.warning("closing a worker failed: %s", error)
 
     def _is_here(self, place: Place) -> bool:
         return place.node == os.uname().nodename
@@ -275,5 +285,5 @@ def _cause(error: RayError) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, ActorDiedError):
         _, found, rest = text.partition("The actor is dead because ")
-        return rest if found else text
+        return (rest if found else text).partition(" If the process was killed by the kernel")[0]
     return text
