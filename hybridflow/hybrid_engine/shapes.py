@@ -1,0 +1,91 @@
+"""Names and shapes of a model's parameters from its config alone: built on the meta device, no weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from hybridflow.hybrid_engine.layouts import ModelShapes
+from hybridflow.hybrid_engine.rules import Heads
+from hybridflow.utils.errors import ConfigError
+
+PRESETS: dict[str, Mapping[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-32b": {
+        "model_type": "qwen2",
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "llama-3-70b": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
+}
+"""Configs of well-known sizes, enough to plan with."""
+
+
+def load_config(model: str) -> PretrainedConfig:
+    """The config of a preset's name, a model folder or a ``config.json``. Reads only local files.
+
+    Raises:
+        ConfigError: when it is none of these.
+    """
+    if model.lower() in PRESETS:
+        entries = dict(PRESETS[model.lower()])
+        return AutoConfig.for_model(entries.pop("model_type"), **entries)
+    path = Path(model)
+    if not path.exists():
+        raise ConfigError(f"model {model!r} is neither a folder nor a config file nor one of {', '.join(PRESETS)}")
+    return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+def model_shapes(config: PretrainedConfig) -> ModelShapes:
+    """Shapes of all parameters as the trainer names them (tied copies once) and what else a plan needs."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    text = config.get_text_config()
+    query = text.num_attention_heads
+    return ModelShapes(
+        architecture=type(model).__name__,
+        shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        heads=Heads(
+            query=query,
+            key_value=getattr(text, "num_key_value_heads", None) or query,
+            size=getattr(text, "head_dim", None) or text.hidden_size // query,
+        ),
+        layers=text.num_hidden_layers,
+    )
