@@ -38,6 +38,8 @@ class Outputs:
     """Nats, of the tempered distribution."""
     values: Tensor | None = None
     """Return expected before each response token."""
+    full_kl: Tensor | None = None
+    """Nats, exact KL(policy || reference) over the vocabulary (``algorithms.kl.full_kl``), tempered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Loss(Protocol):
     """A loss of one micro-batch."""
 
     needs: frozenset[str]
-    """Fields of ``Outputs`` that it reads: log_probs, entropy, values."""
+    """Fields of ``Outputs`` that it reads: log_probs, entropy, values, full_kl."""
 
     def __call__(self, outputs: Outputs, rows: Batch, counts: Counts) -> tuple[Tensor, Mapping[str, Metric]]:
         """Scalar loss (a share of the whole mini-batch's) and metrics (shares too, see ``Metric``)."""

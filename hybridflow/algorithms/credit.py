@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridflow.algorithms.advantages import resolve
 from hybridflow.algorithms.correction import Correction, correct
 from hybridflow.algorithms.covariance import select_by_covariance
-from hybridflow.algorithms.kl import kl_estimate
+from hybridflow.algorithms.kl import base_kind, kl_estimate
 from hybridflow.algorithms.masking import Groups, keep, masked_mean, masked_moments
 from hybridflow.algorithms.policy_loss import COVARIANCE_LOSSES
 from hybridflow.algorithms.rewards import (
@@ -150,11 +150,14 @@ def _shaped(
 
 
 def _with_kl(batch: Batch, token_rewards: Tensor, mask: Tensor, kind: str, kl_coef: float) -> tuple[Tensor, Metrics]:
-    kl = kl_estimate(
-        kind=kind,
-        log_probs=keep(batch["old_log_probs"], mask),
-        ref_log_probs=keep(batch["ref_log_probs"], mask),
-    )
+    if base_kind(kind) == "full":
+        kl = keep(batch["full_kl"], mask)
+    else:
+        kl = kl_estimate(
+            kind=kind,
+            log_probs=keep(batch["old_log_probs"], mask),
+            ref_log_probs=keep(batch["ref_log_probs"], mask),
+        )
     metrics = {
         "actor/reward_kl_penalty": float(masked_mean(masked_mean(kl, mask, dim=1), mask.any(dim=1))),
         "actor/reward_kl_penalty_coeff": kl_coef,

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridflow.algorithms.aggregation import AGGREGATIONS
 from hybridflow.algorithms.contract import Counts, Metric, Outputs
 from hybridflow.algorithms.correction import accepted, importance_weights, rejections
-from hybridflow.algorithms.kl import base_kind, kl_estimate
+from hybridflow.algorithms.kl import base_kind, kl_estimate, straight_through
 from hybridflow.algorithms.masking import keep, masked_sum
 from hybridflow.algorithms.policy_loss import SEQUENCE_LEVEL, log_ratio, resolve
 from hybridflow.algorithms.value_loss import clipped_value_loss
@@ -69,12 +69,13 @@ class ActorLoss:
         if config.loss_agg_mode not in AGGREGATIONS:
             allowed = ", ".join(AGGREGATIONS)
             raise ConfigError(f"loss_agg_mode {config.loss_agg_mode!r} is unknown: use one of {allowed}")
-        if config.use_kl_loss:
-            base_kind(config.kl_loss_type)
+        needs = {"log_probs"} | ({"entropy"} if config.entropy_coeff else set())
+        if config.use_kl_loss and base_kind(config.kl_loss_type) == "full":
+            needs.add("full_kl")
         self._config = config
         self._scale = float(config.loss_scale_factor or max_response_length)
         self._policy_agg = "seq-mean-token-mean" if name in SEQUENCE_LEVEL else config.loss_agg_mode
-        self.needs = frozenset({"log_probs", "entropy"} if config.entropy_coeff else {"log_probs"})
+        self.needs = frozenset(needs)
 
     def __call__(self, outputs: Outputs, rows: Batch, counts: Counts) -> tuple[Tensor, Mapping[str, Metric]]:
         """A micro-batch's share of the loss, and its metrics."""
@@ -101,7 +102,7 @@ class ActorLoss:
             loss = loss - config.entropy_coeff * entropy
             metrics["actor/entropy"] = Metric(entropy.detach(), how="sum")
         if config.use_kl_loss:
-            kl = self._share(self._kl(log_probs, rows, difference), mask, counts, config.loss_agg_mode)
+            kl = self._share(self._kl(outputs, rows, difference), mask, counts, config.loss_agg_mode)
             loss = loss + config.kl_loss_coef * kl
             metrics["actor/kl_loss"] = Metric(kl.detach(), how="sum")
         return loss, metrics
@@ -119,14 +120,17 @@ class ActorLoss:
             metrics["rollout_corr/rollout_is_mean"] = Metric(_sum(weights, mask), tokens)
         return losses, metrics
 
-    def _kl(self, log_probs: Tensor, rows: Batch, difference: Tensor) -> Tensor:
-        mask = rows["loss_mask"]
-        return kl_estimate(
-            kind=self._config.kl_loss_type,
-            log_probs=keep(log_probs, mask),
-            ref_log_probs=keep(rows["ref_log_probs"], mask),
-            importance=difference.exp(),
-        )
+    def _kl(self, outputs: Outputs, rows: Batch, difference: Tensor) -> Tensor:
+        mask, kind = rows["loss_mask"], self._config.kl_loss_type
+        log_probs = keep(_given(outputs.log_probs, "log_probs"), mask)
+        reference, importance = keep(rows["ref_log_probs"], mask), difference.exp()
+        if base_kind(kind) != "full":
+            return kl_estimate(kind=kind, log_probs=log_probs, ref_log_probs=reference, importance=importance)
+        exact = keep(_given(outputs.full_kl, "full_kl"), mask)
+        if not kind.endswith("+"):
+            return exact
+        sampled = kl_estimate(kind="k2", log_probs=log_probs, ref_log_probs=reference)
+        return straight_through(exact, sampled, importance)
 
     def _share(self, losses: Tensor, mask: Tensor, counts: Counts, mode: str) -> Tensor:
         return AGGREGATIONS[mode](losses=losses, mask=mask, counts=counts, scale=self._scale)
