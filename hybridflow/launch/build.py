@@ -32,11 +32,15 @@ from hybridflow.roles.protocols import Checkpointed, Roles
 from hybridflow.topology.resources import MAIN_POOL
 from hybridflow.trainer.ppo import PPOTrainer
 from hybridflow.trainer.progress import StartUp, final_lines
+from hybridflow.trainer.remax import ReMaxTrainer
 from hybridflow.trainer.run import Run
 from hybridflow.trainer.tracking import build_trackers
 from hybridflow.utils import logging as run_logging
 
 logger = logging.getLogger(__name__)
+
+TRAINERS: dict[str, type[PPOTrainer]] = {"remax": ReMaxTrainer}
+"""Estimators whose dataflow differs from PPO's."""
 
 TRY_NEXT = (
     "python -m hybridflow.main_ppo algorithm.adv_estimator=gae    # full PPO with a critic",
@@ -106,7 +110,8 @@ def _assemble(config: PPOConfig, plan: RunPlan, start: StartUp, stack: ExitStack
         total_steps=total_steps,
         bytes_moved=lambda: sum(group.bytes_moved() for group in groups.values()),
     )
-    return PPOTrainer(roles, record, config), record
+    trainer = TRAINERS.get(config.algorithm.adv_estimator, PPOTrainer)
+    return trainer(roles, record, config), record
 
 
 def _model_source(config: PPOConfig) -> tuple[ModelSource, Tokenizer]:

@@ -13,6 +13,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Pending, gather
 from hybridflow.config.root import PPOConfig
 from hybridflow.roles.protocols import Roles
+from hybridflow.trainer.dynamic_sampling import fill
 from hybridflow.trainer.run import Run
 
 
@@ -38,26 +39,44 @@ class PPOTrainer:
         for step in range(done + 1, self.run.total_steps + 1):
             with self.run.step(step):
                 batch = self.generate(step)
-                batch = self.score(batch)
-                batch = self.assign_credit(batch)
-                self.learn(batch, step)
-                self.publish(version=step)
+                if len(batch) > 0:  # dynamic sampling may find no group that teaches anything
+                    batch = self.score(batch)
+                    batch = self.assign_credit(batch)
+                    self.learn(batch, step)
+                    self.publish(version=step)
             self.run.after(step)
         self.run.end()
 
     def generate(self, step: int) -> Batch:
+        """``n`` responses for each prompt of the step; under dynamic sampling of prompts that teach something."""
+        settings = self.config.algorithm.filter_groups
+        if not settings.enable:
+            return self.sample(step)
+        batch, metrics = fill(lambda: self.judge(self.sample(step)), settings, groups=self.config.data.train_batch_size)
+        self.run.record(metrics)
+        return batch
+
+    def sample(self, step: int) -> Batch:
         """``n`` responses for each of the next prompts: the rollout's columns beside the prompts'."""
         prompts = self.run.next_prompts(self.config.actor_rollout_ref.rollout.n)
         with self.run.phase("gen"):
             responses = gather(self.roles.rollout.generate_sequences(prompts, step=step))
         return prompts.merge(responses)
 
+    def judge(self, batch: Batch) -> Batch:
+        """Adds score, reward_info, response_text and a narrowed valid."""
+        with self.run.phase("reward"):
+            return batch.with_columns(**gather(self.roles.reward.compute_reward(batch)).columns())
+
     def score(self, batch: Batch) -> Batch:
         """Adds score and valid, old_log_probs, and ref_log_probs and values where their roles exist."""
-        calls: dict[str, Pending[Batch]] = {
-            "reward": self.roles.reward.compute_reward(batch),
-            "old_log_prob": self.roles.actor.compute_log_prob(batch),
-        }
+        calls: dict[str, Pending[Batch]] = {}
+        if "score" not in batch:
+            calls["reward"] = self.roles.reward.compute_reward(batch)
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            batch = batch.with_columns(old_log_probs=batch["rollout_log_probs"])
+        else:
+            calls["old_log_prob"] = self.roles.actor.compute_log_prob(batch)
         if self.roles.reference is not None:
             calls["ref"] = self.roles.reference.compute_ref_log_prob(batch)
         if self.roles.critic is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from hybridflow.algorithms.credit import assign_credit
 from hybridflow.algorithms.losses import ActorLoss
+from hybridflow.algorithms.rewards import RewardNormalizer
 from hybridflow.batch.batch import Batch
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import RankContext
@@ -21,6 +24,7 @@ from hybridflow.utils.optional import load
 from hybridflow.workers.minibatch import micro_batching
 from hybridflow.workers.update import Schedule, update_epochs
 
+NORMALIZER_FILE = "reward_statistics.json"
 SEQUENCE = ("prompt_ids", "prompt_length", "response_ids", "response_length", "response_mask")
 """Columns that a forward over whole sequences reads."""
 CREDIT = ("old_log_probs?", "advantages", "loss_mask", "ref_log_probs?", "correction_weights?", "rollout_log_probs")
@@ -51,6 +55,7 @@ class ActorWorker:
         policy = config.actor_rollout_ref
         actor = policy.actor
         self._config = config
+        self._context = context
         self._temperature = policy.rollout.temperature
         # Where FSDP is the only axis, shards are laid out so that the generator's slices need the fewest bytes.
         plain_fsdp = dims.dp_shard == dims.world and dims.world % rollout_tp == 0
@@ -67,7 +72,13 @@ class ActorWorker:
             shard_order=permuted_order(dims.dp_shard, rollout_tp) if plain_fsdp else None,
             row_parallel_shard_dim1=plain_fsdp,
         )
-        self._loss = ActorLoss(actor, max_response_length=config.data.max_response_length)
+        self._loss = ActorLoss(
+            actor,
+            max_response_length=config.data.max_response_length,
+            correction=config.algorithm.rollout_correction,
+        )
+        shaping = config.algorithm.reward_shaping
+        self._normalizer = RewardNormalizer(momentum=shaping.normalize_momentum) if shaping.normalize else None
         self._train_micro = micro_batching(
             dynamic=actor.use_dynamic_bsz,
             tokens_per_device=actor.ppo_max_token_len_per_gpu,
@@ -104,6 +115,7 @@ class ActorWorker:
             kl_coef=kl_coef,
             max_response_length=self._config.data.max_response_length,
             overlong=self._config.reward.overlong,
+            normalizer=self._normalizer,
         )
 
     @register(dispatch="MESH_3D", reads=(*SEQUENCE, *CREDIT, "row_index"))
@@ -123,10 +135,14 @@ class ActorWorker:
 
     @register(dispatch="ONE_TO_ALL")
     def save_checkpoint(self, folder: str) -> None:
-        """Writes model, optimizer and schedule."""
+        """Writes model, optimizer, schedule and (rank 0, which assigns credit) running reward statistics."""
         self.engine.save(folder)
+        if self._normalizer is not None and self._context.rank == 0:
+            (Path(folder) / NORMALIZER_FILE).write_text(json.dumps(self._normalizer.state_dict()))
 
     @register(dispatch="ONE_TO_ALL")
     def load_checkpoint(self, folder: str) -> None:
         """Restores them."""
         self.engine.load(folder)
+        if self._normalizer is not None and self._context.rank == 0:
+            self._normalizer.load_state_dict(json.loads((Path(folder) / NORMALIZER_FILE).read_text()))

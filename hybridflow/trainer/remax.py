@@ -1,0 +1,34 @@
+"""ReMax (arXiv:2310.10505): PPO's dataflow with one more pass, a greedy response per prompt as its baseline."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.futures import gather
+from hybridflow.trainer.ppo import PPOTrainer
+
+
+class ReMaxTrainer(PPOTrainer):
+    """Adds ``baseline_score`` to what is generated."""
+
+    def sample(self, step: int) -> Batch:
+        """Responses of the next prompts, with the score of their prompt's greedy response."""
+        prompts = self.run.next_prompts(self.config.actor_rollout_ref.rollout.n)
+        once = prompts.rows(prompts["sample_index"] == 0)
+        with self.run.phase("gen"):
+            responses, greedy = gather(
+                self.roles.rollout.generate_sequences(prompts, step=step),
+                self.roles.rollout.generate_sequences(once, step=step, mode="greedy"),
+            )
+        with self.run.phase("reward"):
+            baseline = gather(self.roles.reward.compute_reward(once.merge(greedy)))
+        return prompts.merge(responses).with_columns(
+            baseline_score=by_group(prompts["group_id"], once["group_id"], baseline["score"])
+        )
+
+
+def by_group(group_id: torch.Tensor, known_id: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The value of each row's group, ``[B]``; ``known_id`` names every group once, in any order."""
+    place = {group: i for i, group in enumerate(known_id.tolist())}
+    return values[torch.tensor([place[group] for group in group_id.tolist()], dtype=torch.long)]
