@@ -9,9 +9,11 @@ from hybridflow.cli.front import BAD_MACHINE, OK, compose_and_run, report
 from hybridflow.cli.show_plan import plan_console, print_findings, print_plan
 from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig
+from hybridflow.launch.environment import ensure_environment
 from hybridflow.launch.findings import fatal
 from hybridflow.launch.machine import inspect_machine
 from hybridflow.launch.preflight import check_machine, plan_run
+from hybridflow.topology.resources import MAIN_POOL
 from hybridflow.utils.optional import load
 
 RUN = "hybridflow.launch.build:run"
@@ -41,4 +43,7 @@ def start(tree: dict[str, Any]) -> int:
             "Dry run: the configuration is sound." + ("" if lacking is None else " This machine cannot run it.")
         )
         return OK
+    main_pool = plan.pool(MAIN_POOL)
+    if config.trainer.controller == "local" and main_pool.pool.world == 1:
+        ensure_environment(main_pool.environment, main_pool.unset)  # the workers will live in this very process
     return load(RUN)(config, plan)
