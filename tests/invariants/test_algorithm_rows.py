@@ -1,0 +1,127 @@
+"""Laws of credit assignment: what stands at masked positions, where rows stand, and names of groups do not matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hybridflow.algorithms.credit import assign_credit
+from hybridflow.batch.batch import Batch
+from hybridflow.config.algorithm import AlgorithmConfig
+from hybridflow.config.choices import ADV_ESTIMATORS
+from hybridflow.config.reward import OverlongConfig
+from tests.unit.algorithms.cases import Case, case, correction
+
+SCORES = [1.0, 0.0, 0.25, 1.0, 0.5, 0.75, 1.0, 0.0]
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"adv_estimator": name} for name in ADV_ESTIMATORS},
+    "kl in reward": {"adv_estimator": "gae", "use_kl_in_reward": True, "kl_penalty": "low_var_kl", "lam": 0.9},
+    "correction": {
+        "adv_estimator": "rloo",
+        "rollout_correction": correction(rollout_is="sequence", rollout_rs="token", rollout_rs_threshold=1.3),
+    },
+}
+
+
+def batch_of(work: Case, order: torch.Tensor | None = None) -> Batch:
+    batch = Batch(
+        {
+            "score": torch.tensor(SCORES, dtype=torch.float64),
+            "reward_info": [{"answer": s, "format": float(i % 3)} for i, s in enumerate(SCORES)],
+            "response_mask": work.mask,
+            "valid": torch.tensor([True] * 5 + [False] + [True] * 2),
+            "group_id": work.group_id,
+            "response_length": torch.tensor([6, 5, 1, 1, 3, 3, 4, 5]),
+            "old_log_probs": work.old_log_probs,
+            "old_entropy": work.entropy,
+            "ref_log_probs": work.ref_log_probs,
+            "rollout_log_probs": work.rollout_log_probs,
+            "values": work.values,
+            "baseline_score": torch.linspace(0, 1, 8, dtype=torch.float64),
+        }
+    )
+    return batch if order is None else batch.rows(order)
+
+
+def run(batch: Batch, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    config = AlgorithmConfig(gdpo_reward_keys=("answer", "format"), gamma=0.95, **options)
+    added, metrics = assign_credit(
+        batch, config, kl_coef=0.1, max_response_length=6, overlong=OverlongConfig(enable=True, len=2)
+    )
+    return added.tensors(), metrics
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_garbage_at_masked_positions_changes_nothing(name: str) -> None:
+    """A12, B06, C12: nan, inf and huge numbers in every per-token column beyond the mask."""
+    clean, clean_metrics = run(batch_of(case()), OPTIONS[name])
+    dirty, dirty_metrics = run(batch_of(case().poisoned()), OPTIONS[name])
+    for column, value in clean.items():
+        assert torch.equal(value, dirty[column]), column
+    assert clean_metrics == dirty_metrics
+
+
+@pytest.mark.parametrize("order", [[7, 6, 5, 4, 3, 2, 1, 0], [4, 0, 7, 2, 1, 6, 3, 5]])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_permuting_rows_permutes_results_and_nothing_else(name: str, order: list[int]) -> None:
+    """B10."""
+    index = torch.tensor(order)
+    plain, metrics = run(batch_of(case()), OPTIONS[name])
+    moved, moved_metrics = run(batch_of(case(), index), OPTIONS[name])
+    for column, value in plain.items():
+        # float32 columns from float64 sums in another order: the last bit may differ
+        torch.testing.assert_close(moved[column], value[index], rtol=1e-6, atol=1e-7)
+    assert moved_metrics == pytest.approx(metrics, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_names_of_groups_do_not_matter(name: str) -> None:
+    batch = batch_of(case())
+    renamed = batch.with_columns(group_id=1000 - batch["group_id"])
+    for column, value in run(batch, OPTIONS[name])[0].items():
+        torch.testing.assert_close(run(renamed, OPTIONS[name])[0][column], value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_wider_padding_changes_nothing(name: str) -> None:
+    batch = batch_of(case())
+    wide = {
+        column: torch.cat([value, value.new_zeros(8, 70)], dim=1) if value.ndim == 2 else value
+        for column, value in batch.tensors().items()
+    }
+    plain, metrics = run(batch, OPTIONS[name])
+    padded, padded_metrics = run(Batch({**wide, "reward_info": batch.objects("reward_info")}), OPTIONS[name])
+    for column, value in plain.items():
+        torch.testing.assert_close(padded[column][:, :6], value, rtol=1e-6, atol=1e-7)
+        assert padded[column][:, 6:].double().abs().max().item() == 0.0
+    assert padded_metrics == pytest.approx(metrics, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_input_column_is_written_to(name: str) -> None:
+    """C06."""
+    batch = batch_of(case())
+    before = {column: value.clone() for column, value in batch.tensors().items()}
+    run(batch, OPTIONS[name])
+    for column, value in before.items():
+        assert torch.equal(batch[column], value), column
+
+
+@pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name != "tir_optimal_token_baseline"])
+def test_a_tool_gap_is_the_same_as_a_row_without_it(name: str) -> None:
+    """B06, B07, B08: results at trainable tokens are those of the compacted rows.
+
+    tir_optimal_token_baseline is left out by its definition: it aligns samples by turns, and the gaps make the turns.
+    """
+    batch = batch_of(case())
+    mask = batch["response_mask"]
+    place = torch.argsort((~mask).long(), dim=1, stable=True)
+    compact = {
+        column: value.gather(1, place) if value.ndim == 2 else value for column, value in batch.tensors().items()
+    }
+    gaps, _ = run(batch, OPTIONS[name])
+    tight, _ = run(Batch({**compact, "reward_info": batch.objects("reward_info")}), OPTIONS[name])
+    for column in ("advantages", "returns", "token_rewards"):
+        torch.testing.assert_close(tight[column], gaps[column].gather(1, place), rtol=1e-6, atol=1e-7)
