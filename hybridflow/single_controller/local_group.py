@@ -68,7 +68,7 @@ class LocalGroup(LaneGroup):
         default_deadline_s: for all other methods.
         ports: candidates of the rendezvous port, tried in order; 0 takes any free one.
         stack_folder: where Python stacks of late ranks are written; None: only in the error.
-        preload: modules for the fork server; without effect when it runs already.
+        preload: modules for the process-wide fork server, without effect once it runs; empty leaves its list alone.
 
     Raises:
         ConfigError: see ``CallTable``.
@@ -200,7 +200,8 @@ class _Forked:
 
     def _start(self, plans: Sequence[Plan], preload: Sequence[str]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(preload))
+        if preload:
+            context.set_forkserver_preload(list(preload))
         self._work: list[connection.Connection] = []
         self._control: list[connection.Connection] = []
         self._processes: list[BaseProcess] = []

@@ -148,3 +148,21 @@ class Closing:
         """Leaves a mark."""
         with open(self.path, "w") as file:
             file.write("closed")
+
+
+class Rows:
+    """Counts the rows it got."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.rows = 0
+
+    @register(dispatch="MESH_3D")
+    def mine(self, batch: Batch) -> Batch:
+        """The rows of this rank."""
+        self.rows = len(batch)
+        return batch
+
+    @register(dispatch="ONE_TO_ALL")
+    def counts(self) -> int:
+        """Rows of the last call."""
+        return self.rows
