@@ -48,7 +48,7 @@ def keys_page() -> str:
         MADE_BY,
         "# verl's keys\n",
         "The keys that public verl scripts set, most frequent first, and what `python -m hybridflow.main_ppo` does",
-        "with them. A key that is neither here nor in [configuration](configuration.md) is an error that names the nearest",
+        "with them. A key neither here nor in [configuration](configuration.md) is an error that names the nearest",
         "one; none is silently ignored. `null` always means *not set*. Ask for any key:",
         "`python -m hybridflow.config_keys KEY`.\n",
         "| key | answer | |",

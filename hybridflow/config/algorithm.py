@@ -51,8 +51,7 @@ class RolloutCorrectionConfig(Section):
     rollout_is_batch_normalize: bool = False
     """Whether weights are divided by their masked batch mean."""
     rollout_rs: Annotated[str, OneOf(REJECTIONS, several=True)] | None = None
-    """Rejection: None, or one or more (with commas between) of token_k1, token_k2, token_k3, seq_sum_k1, ..., seq_mean_k3, seq_max_k2, seq_max_k3,
-    token, sequence, geometric."""
+    """Rejection by these bounds (``level_statistic``, with commas between); None: none."""
     rollout_rs_threshold: str | float | None = None
     """Band of the rejection: ``"low_high"`` or one number."""
     rollout_token_veto_threshold: PositiveFloat | None = None

@@ -108,6 +108,13 @@ def _credit(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(
             key="algorithm.use_kl_in_reward", given="True", text=text, fix=fix, reads=(f"{ACTOR}.use_kl_loss",)
         )
+    for key, kind, on, switch in (
+        ("algorithm.kl_penalty", algorithm.kl_penalty, algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward"),
+        (f"{ACTOR}.kl_loss_type", actor.kl_loss_type, actor.use_kl_loss, f"{ACTOR}.use_kl_loss"),
+    ):
+        if on and kind.startswith("full"):
+            text, fix = "needs the logits of both models, and only log-probs travel", "Use low_var_kl."
+            yield Problem(key=key, given=kind, text=text, fix=fix, reads=(switch,))
     if estimator == "gdpo" and not algorithm.gdpo_reward_keys:
         fix = "Name the components that the reward function returns, for example [correct,format]."
         text = "is empty, and algorithm.adv_estimator=gdpo normalises each component by itself"

@@ -56,7 +56,7 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of the given names; ``open`` also lets ``package.module:attribute`` through, ``several`` a list with commas."""
+    """One of the given names; ``open``: or a ``package.module:attribute``; ``several``: or more, with commas."""
 
     names: tuple[str, ...]
     open: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from hybridflow.config.key_rules import RULES, Rule
@@ -63,11 +64,10 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem], f
             if value is not None:
                 problems += _move(path, value, rule, moved)
         else:
-            problems += _judge(path, value, rule, flat)
-    defaults = dict(flatten(defaults_tree(PPOConfig)))
+            problems += _judge(path, value, rule, {**_defaults(), **flat})
     for path, (old, value) in moved.items():
         given = found.get(path)
-        if path in found and given not in (value, defaults.get(path)):
+        if path in found and given not in (value, _defaults().get(path)):
             problems.append(_two_values(old, value, ".".join(path), given))
         found[path] = value
     return nest(found), problems, frozenset(".".join(path) for path in moved)
@@ -96,6 +96,11 @@ def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
         if not (isinstance(value, Mapping) and not value and isinstance(at.get(path[-1]), dict)):
             at[path[-1]] = value
     return tree
+
+
+@cache
+def _defaults() -> Mapping[Path, Any]:
+    return dict(flatten(defaults_tree(PPOConfig)))
 
 
 def _fits(pattern: str, path: Path) -> bool:

@@ -131,7 +131,7 @@ class _Reader:
         if len(wanted) == 1:
             return self.convert(wanted[0], value, key)
         exact = [m for m in wanted if _is_exactly(m, value)]
-        for member in exact + wanted:
+        for member in exact + sorted(wanted, key=lambda member: member is str):  # text reads anything, so it is last
             trial = _Reader(root=self.root)
             read = trial.convert(member, value, key)
             if not trial.problems:

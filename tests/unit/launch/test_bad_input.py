@@ -1,0 +1,252 @@
+"""Bad input of issue 2, section 6: dotted key, what is allowed, a suggestion, and nothing started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridflow.config.load import load_config
+from hybridflow.launch.findings import fatal
+from hybridflow.launch.machine import Gpu, Machine
+from hybridflow.launch.preflight import check_machine, plan_run
+from hybridflow.utils.errors import HybridFlowError
+from tests.unit.config.trees import tree
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+LAPTOP = Machine(cores=2, memory_bytes=8 << 30, available_bytes=6 << 30, torch_build="2.13.0+cpu")
+TWO_GPUS = Machine(
+    cores=16, memory_bytes=64 << 30, available_bytes=60 << 30, gpus=(Gpu("H100", 80 << 30),) * 2, torch_build="2.13.0"
+)
+POLICY = "actor_rollout_ref"
+ACTOR, ROLLOUT = f"{POLICY}.actor", f"{POLICY}.rollout"
+
+
+def judge(*overrides: str, machine: Machine = LAPTOP) -> None:
+    """What ``main_ppo`` does before it starts anything."""
+    config = load_config(tree(*overrides))
+    lacking = fatal(check_machine(config, plan_run(config, machine), machine))
+    if lacking is not None:
+        raise lacking
+
+
+BAD = [
+    # (overrides, dotted key in the message, what else it must say)
+    (["data.train_batchsize=8"], "data.train_batchsize", "Did you mean data.train_batch_size?"),
+    (["algorithm.adv_estimator=grppo"], "algorithm.adv_estimator=grppo", "Did you mean grpo?"),
+    ([f"{ACTOR}.policy_loss.loss_mode=gsppo"], f"{ACTOR}.policy_loss.loss_mode=gsppo", "Did you mean gspo?"),
+    ([f"{ACTOR}.kl_loss_type=low_var"], f"{ACTOR}.kl_loss_type=low_var", "Did you mean low_var_kl"),
+    (["algorithm.kl_penalty=klk"], "algorithm.kl_penalty=klk", "Did you mean kl?"),
+    (["algorithm.kl_ctrl.type=adaptiv"], "algorithm.kl_ctrl.type=adaptiv", "Did you mean adaptive?"),
+    ([f"{ACTOR}.loss_agg_mode=token_mean"], f"{ACTOR}.loss_agg_mode=token_mean", "Did you mean token-mean?"),
+    (["trainer.logger=[console,wanbd]"], "trainer.logger=wanbd", "Did you mean wandb?"),
+    ([f"{ACTOR}.strategy=fsdp3"], f"{ACTOR}.strategy=fsdp3", "one of fsdp, fsdp2"),
+    ([f"{ROLLOUT}.name=vlm"], f"{ROLLOUT}.name=vlm", "Did you mean vllm?"),
+    (["trainer.resume_mode=atuo"], "trainer.resume_mode=atuo", "Did you mean auto?"),
+    (["data.truncation=middel"], "data.truncation=middel", "Did you mean middle?"),
+    ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1", f"Set {ROLLOUT}.n=8"),
+    (["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1", "at least 2"),
+    (["trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=3"],
+     f"{ROLLOUT}.tensor_model_parallel_size=3", "does not divide the 4 devices"),
+    (["trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=8"],
+     f"{ROLLOUT}.tensor_model_parallel_size", "Use one of 1, 2, 4"),
+    (["trainer.n_gpus_per_node=4", f"{ACTOR}.ulysses_sequence_parallel_size=3"],
+     f"{ACTOR}.ulysses_sequence_parallel_size=3", "does not divide the 4 devices"),
+    ([f"{ACTOR}.ppo_mini_batch_size=128"], f"{ACTOR}.ppo_mini_batch_size=128", "exceed the data.train_batch_size=64"),
+    ([f"{ACTOR}.ppo_mini_batch_size=24"], f"{ACTOR}.ppo_mini_batch_size=24", "Use 16."),
+    (["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=48"], "critic.ppo_mini_batch_size=48", "Use 32."),
+    ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=1024"], f"{ACTOR}.ppo_micro_batch_size_per_gpu=1024", "exceeds the 512"),
+    ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=48"], f"{ACTOR}.ppo_micro_batch_size_per_gpu=48", "Use 32."),
+    (["trainer.n_gpus_per_node=3"], f"{ACTOR}.ppo_mini_batch_size=64", "do not divide over 3 data-parallel ranks"),
+    ([f"{ACTOR}.ppo_max_token_len_per_gpu=20"], f"{ACTOR}.ppo_max_token_len_per_gpu=20", "Use 24 or more."),
+    ([f"{ROLLOUT}.log_prob_max_token_len_per_gpu=20"], f"{ROLLOUT}.log_prob_max_token_len_per_gpu=20", "Use 24"),
+    ([f"{ROLLOUT}.max_model_len=20"], f"{ROLLOUT}.max_model_len=20", "Use 24."),
+    ([f"{ACTOR}.use_dynamic_bsz=false"], f"{ACTOR}.use_dynamic_bsz=False", "ppo_micro_batch_size_per_gpu"),
+    ([f"{ACTOR}.optim.lr=-1e-6"], f"{ACTOR}.optim.lr=-1e-06", "at least 0"),
+    ([f"{ROLLOUT}.gpu_memory_utilization=0"], f"{ROLLOUT}.gpu_memory_utilization=0.0", "above 0 and at most 1"),
+    ([f"{ROLLOUT}.gpu_memory_utilization=1.2"], f"{ROLLOUT}.gpu_memory_utilization=1.2", "Use 1 or less"),
+    ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature=0.0", "above 0"),
+    ([f"{ROLLOUT}.temperature=-1"], f"{ROLLOUT}.temperature=-1.0", "above 0"),
+    ([f"{ROLLOUT}.val_kwargs.temperature=-1"], f"{ROLLOUT}.val_kwargs.temperature=-1.0", "at least 0"),
+    ([f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p=0.9", "only 1"),
+    ([f"{ROLLOUT}.top_k=50"], f"{ROLLOUT}.top_k=50", "at most 0"),
+    (["algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"], "algorithm.use_kl_in_reward=True", "twice"),
+    ([f"{ACTOR}.ppo_micro_batch_size=8"], f"{ACTOR}.ppo_micro_batch_size=8", "ppo_micro_batch_size_per_gpu"),
+    (["trainer.pools.x.roles=[judge]"], "trainer.pools.x.roles=judge", "one of critic, reference, reward"),
+    (["trainer.pools.x.roles=[critic]"], "trainer.pools.x.roles=[critic]", "no critic"),
+    (["trainer.critic_warmup=3"], "trainer.critic_warmup=3", "no critic"),
+    ([f"{ACTOR}.optim.lr_warmup_steps=32"], f"{ACTOR}.optim.lr_warmup_steps=32", "Use less than 32"),
+    (["data.generated_size=10"], "data.generated_size=10", "Set data.generated_size=64"),
+    (["trainer.resume_mode=resume_path"], "trainer.resume_mode=resume_path", "trainer.resume_from_path"),
+    (["trainer.save_freq=0"], "trainer.save_freq=0", "-1, or at least 1"),
+    (["trainer.controller=local", "trainer.nnodes=2"], "trainer.nnodes=2", "trainer.controller=ray"),
+    (["data.train_files=nowhere/x.parquet"], "data.train_files", "nowhere/x.parquet does not exist"),
+    (["data.val_files=x.csv"], "data.val_files", "does not exist"),
+    (["reward.custom_reward_function.path=nowhere.py"], "reward.custom_reward_function.path", "does not exist"),
+    ([f"{POLICY}.model.path=/nowhere/model"], f"{POLICY}.model.path", "/nowhere/model does not exist"),
+    (["trainer.device=cuda"], "trainer.device", "trainer.device=cpu"),
+    (["data.max_response_length=120"], "data.max_response_length", "128 positions of the model"),
+    ([f"{ACTOR}.checkpoint.save_contents=[modle]"], f"{ACTOR}.checkpoint.save_contents=modle", "Did you mean model?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "key", "words"), BAD, ids=[" ".join(row[0]) for row in BAD])
+def test_bad_input_is_refused_with_key_limits_and_advice(overrides, key, words):
+    with pytest.raises(HybridFlowError) as caught:
+        judge(*overrides)
+    assert key in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_the_embedded_default_is_sound():
+    judge()
+
+
+def test_more_gpus_than_exist_is_an_error_that_counts_all_pools():
+    judge("trainer.n_gpus_per_node=2", machine=TWO_GPUS)
+    with pytest.raises(HybridFlowError, match=r"trainer\.n_gpus_per_node: 4 GPUs .* has 2"):
+        judge("trainer.n_gpus_per_node=4", machine=TWO_GPUS)
+    with pytest.raises(HybridFlowError, match=r"3 GPUs .*all pools together.* has 2"):
+        judge(
+            "trainer.n_gpus_per_node=2", "algorithm.adv_estimator=gae", "trainer.pools.v.roles=critic", machine=TWO_GPUS
+        )
+
+
+def test_logical_slots_on_a_cpu_may_exceed_the_cores():
+    judge("trainer.n_gpus_per_node=8", machine=LAPTOP)
+
+
+def row(**changes: object) -> dict[str, object]:
+    found = {
+        "prompt": "1+1=",
+        "data_source": "exact_match",
+        "reward_model": {"ground_truth": "2"},
+        "extra_info": {"index": 0},
+        **changes,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def write(folder: Path, rows: list[dict[str, object]]) -> str:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    return str(file)
+
+
+def test_a_good_file_is_let_through(tmp_path):
+    judge(f"data.train_files={write(tmp_path, [row()] * 64)}")
+
+
+@pytest.mark.parametrize("column", ["prompt", "data_source", "reward_model"])
+def test_a_data_file_that_lacks_a_column_names_it(tmp_path, column):
+    with pytest.raises(HybridFlowError, match=column) as caught:
+        judge(f"data.train_files={write(tmp_path, [row(**{column: None})] * 64)}")
+    assert "data.train_files" in str(caught.value)
+    assert "rows.jsonl" in str(caught.value)
+
+
+def test_a_parquet_file_that_lacks_a_column_names_it(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    file = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pa.Table.from_pylist([row(prompt=None)] * 64), file)
+    with pytest.raises(HybridFlowError, match=r"data\.train_files.*prompt"):
+        judge(f"data.train_files={file}")
+
+
+def test_an_empty_file_and_one_that_cannot_fill_a_step_are_errors(tmp_path):
+    with pytest.raises(HybridFlowError, match="has no row"):
+        judge(f"data.train_files={write(tmp_path, [])}")
+    with pytest.raises(HybridFlowError, match=r"data\.train_batch_size: 3 prompts cannot fill .*=64"):
+        judge(f"data.train_files={write(tmp_path, [row()] * 3)}")
+
+
+def test_a_filter_that_leaves_nothing_or_too_little_is_an_error(tmp_path):
+    long = row(prompt="1" * 40)
+    with pytest.raises(HybridFlowError, match=r"data\.max_prompt_length: 64 of 64 .*nothing is left.*=40"):
+        judge(f"data.train_files={write(tmp_path, [long] * 64)}", "data.filter_overlong_prompts=true")
+    with pytest.raises(HybridFlowError, match=r"3 prompts cannot fill .* \(61 of 64 are over"):
+        rows = [long] * 61 + [row()] * 3
+        judge(f"data.train_files={write(tmp_path, rows)}", "data.filter_overlong_prompts=true")
+    with pytest.raises(HybridFlowError, match=r"data\.truncation=error"):
+        judge(f"data.train_files={write(tmp_path, [long] * 64)}")
+
+
+def test_a_data_source_without_scorer_is_an_error_unless_a_function_is_given(tmp_path):
+    file = write(tmp_path, [row(data_source="my/task")] * 64)
+    with pytest.raises(HybridFlowError, match=r"reward\.custom_reward_function\.path.*my/task"):
+        judge(f"data.train_files={file}")
+    function = tmp_path / "reward.py"
+    function.write_text("def compute_score(**kwargs):\n    return 1.0\n")
+    judge(f"data.train_files={file}", f"reward.custom_reward_function.path={function}")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def compute_scores():\n    pass\n", "Did you mean compute_scores?"),
+        ("def compute_score(:\n", "line 1"),
+        ("", "defines nothing"),
+    ],
+)
+def test_a_reward_file_without_the_function_is_an_error(tmp_path, code, words):
+    file = tmp_path / "reward.py"
+    file.write_text(code)
+    with pytest.raises(HybridFlowError, match=r"reward\.custom_reward_function") as caught:
+        judge(f"reward.custom_reward_function.path={file}")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "code", ["async def compute_score():\n    pass\n", "from x import f as compute_score\n", "compute_score = len\n"]
+)
+def test_a_reward_function_may_be_async_imported_or_assigned(tmp_path, code):
+    file = tmp_path / "reward.py"
+    file.write_text(code)
+    judge(f"reward.custom_reward_function.path={file}")
+
+
+def test_a_folder_that_is_no_model_is_an_error(tmp_path):
+    with pytest.raises(HybridFlowError, match=r"actor_rollout_ref\.model\.path.*no config\.json"):
+        judge(f"actor_rollout_ref.model.path={tmp_path}")
+
+
+def test_an_output_folder_that_is_a_file_is_an_error(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(HybridFlowError, match=r"trainer\.default_local_dir"):
+        judge(f"trainer.default_local_dir={tmp_path}/taken/run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (
+            ["algorithm.adv_estimator=grppo"],
+            2,
+            ["algorithm.adv_estimator", "Did you mean grpo?", "reinforce_plus_plus"],
+        ),
+        (["data.train_batchsize=3", f"+{ROLLOUT}.n=1"], 2, ["data.train_batch_size", f"{ROLLOUT}.n"]),
+        ([f"{POLICY}.model.path=/nowhere/model"], 3, [f"{POLICY}.model.path", "/nowhere/model does not exist"]),
+    ],
+)
+def test_the_real_command_refuses_bad_input_quickly_and_starts_nothing(tmp_path, arguments, code, words):
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridflow.main_ppo", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    took = time.monotonic() - started
+    assert done.returncode == code, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+    assert took < 15
+    assert list(tmp_path.iterdir()) == []  # no outputs, no logs
