@@ -214,7 +214,8 @@ def rule_for(architecture: str, name: str) -> ShardingRule:
     pattern = re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name))
     raise ConfigError(
         f"no sharding rule of {architecture} covers {name!r} ({leaf!r} of the module {module!r}): add "
-        f"ShardingRule(pattern=r{pattern!r}, cut=...) to its rules with register_rules; cut is one of {', '.join(CUTS)}"
+        f'ShardingRule(pattern=r"{pattern}", cut=...) to its rules with register_rules; '
+        f"cut is one of {', '.join(CUTS)}"
     )
 
 

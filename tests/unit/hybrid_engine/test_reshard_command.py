@@ -1,0 +1,81 @@
+"""``python -m hybridflow.reshard``: the table without weights, the check of a model folder, bad questions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hybridflow.cli.reshard import main
+from tests.tiny import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def run(capsys, *words):
+    code = main(list(words))
+    return code, capsys.readouterr()
+
+
+def test_the_table_tells_bytes_per_rank_ratio_and_buffers(capsys):
+    code, out = run(capsys, "--model", "qwen2.5-7b", "--train", "dp_shard=8", "--rollout", "tp=2")
+    assert code == 0
+    assert "train dp_shard=8 (permuted shards" in out.out
+    assert out.out.count("5.71 GB") >= 8
+    assert "ratio to M (1/t - 1/N) = 5.71 GB: 1.0000 on average" in out.out
+    assert "gathering everything: 2.33" in out.out
+    assert "buckets: 2 x 67.1 MB" in out.out
+
+
+def test_thousands_of_ranks_are_summed_and_a_few_shown(capsys):
+    code, out = run(
+        capsys, "--model", "qwen2.5-0.5b", "--train", "dp_shard=2048", "--rollout", "tp=2", "--ranks-per-node", "8"
+    )
+    assert code == 0
+    assert len([line for line in out.out.splitlines() if line.strip()[:1].isdigit()]) == 5
+
+
+def test_a_folder_without_weights_is_enough(capsys, tmp_path, folder):
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out = run(
+        capsys, "--model", str(tmp_path), "--train", "dp_replicate=2,dp_shard=2", "--rollout", "tp=2", "--explain", "1"
+    )
+    assert code == 0
+    assert "rank 1 of 4: receives" in out.out
+
+
+def test_a_trainer_with_tensor_parallelism_keeps_the_plain_order(capsys):
+    code, out = run(capsys, "--model", "qwen2.5-7b", "--train", "dp_shard=4", "tp=2", "--rollout", "tp=2")
+    assert code == 0
+    assert "shards in order of rank" in out.out
+    assert "1.0000 on average" in out.out
+
+
+def test_check_rehearses_with_the_models_own_weights(capsys, folder):
+    code, out = run(capsys, "check", "--model", str(folder), "--tp", "2")
+    assert code == 0
+    assert out.out.count("its own weights: bit for bit") == 3
+    assert "key_value in qkv_proj" in out.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "no-such", "--train", "dp_shard=2", "--rollout", "tp=1"], "neither a folder nor a config file"),
+        (["--model", "qwen2.5-7b", "--train", "shards=2", "--rollout", "tp=1"], "--train 'shards=2': write AXIS=N"),
+        (["--model", "qwen2.5-7b", "--train", "dp_shard=6", "--rollout", "tp=4"], "tp=4 does not divide the 6 ranks"),
+        (["--model", "qwen2.5-7b", "--train", "dp_shard=8", "--rollout", "tp=8"], "28 query heads over tp=8"),
+        (
+            ["--model", "qwen2.5-7b", "--train", "dp_shard=2", "tp=2", "--rollout", "tp=2", "--order", "permuted"],
+            "--order permuted is for trainers without tensor parallelism",
+        ),
+    ],
+)
+def test_wrong_questions_get_one_line_and_exit_2(capsys, words, message):
+    code, out = run(capsys, *words)
+    assert code == 2
+    assert message in out.err
