@@ -23,6 +23,11 @@ class Pending(Protocol[T]):
         """
         ...
 
+    @property
+    def seconds(self) -> float:
+        """How long the call ran on its slowest rank, without the time it queued; known after ``wait``."""
+        ...
+
 
 class Ready(Pending[T]):
     """A result that is already there."""
@@ -35,6 +40,11 @@ class Ready(Pending[T]):
     def wait(self) -> T:
         """The value."""
         return self._value
+
+    @property
+    def seconds(self) -> float:
+        """0: it took no time to be there."""
+        return 0.0
 
 
 class Mapped(Pending[T]):
@@ -49,6 +59,11 @@ class Mapped(Pending[T]):
     def wait(self) -> T:
         """What ``see`` makes of the other call's result; raises as that call does."""
         return self._see(self._call.wait())
+
+    @property
+    def seconds(self) -> float:
+        """The other call's."""
+        return self._call.seconds
 
 
 @overload

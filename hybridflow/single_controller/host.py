@@ -72,6 +72,8 @@ class Reply:
     failure: Failure | None = None
     at: float = field(default_factory=time.time)
     """Wall-clock seconds when the rank was done."""
+    seconds: float = 0.0
+    """How long the method ran there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,8 +212,9 @@ class Host:
     def answer(self, role: str, method: str, payload: bytes, *, wanted: bool) -> bytes:
         """A packed ``Reply``: the result if it is ``wanted``, or the failure. Never raises."""
         try:
-            value = self.execute(role, method, unpack(payload))
-            return pack(Reply(value if wanted else None))
+            arguments, started = unpack(payload), time.perf_counter()
+            value = self.execute(role, method, arguments)
+            return pack(Reply(value if wanted else None, seconds=time.perf_counter() - started))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it with role, rank and method

@@ -81,6 +81,7 @@ class Submission:
         self.settled = False
         self.submitted_at = time.time()
         self.finished_at = 0.0
+        self.seconds = 0.0
 
     @property
     def missing(self) -> list[int]:
@@ -213,6 +214,7 @@ class LaneGroup:
         call.settled = True
         call.previous = None
         ends = [reply.at for reply in call.replies.values()]
+        call.seconds = max((reply.seconds for reply in call.replies.values()), default=0.0)
         call.finished_at = min(time.time(), max(ends, default=time.time()))
         if call is self._start:
             self._broken = self._broken or call.error
@@ -316,6 +318,11 @@ class _Call(Pending[Any]):
             self._prepared = None
             self._submission.replies = {}
         return self._result
+
+    @property
+    def seconds(self) -> float:
+        """See ``Pending.seconds``."""
+        return self._submission.seconds
 
 
 def _precedence(failure: Failure) -> tuple[bool, bool, float]:

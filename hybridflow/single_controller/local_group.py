@@ -153,9 +153,11 @@ class _InProcess:
         share = call.shares[0]
         assert share is not None, "a group of one rank calls rank 0"
         try:
+            started = time.perf_counter()
             value = self._host.execute(call.role, call.method, share)
+            seconds = time.perf_counter() - started
             self.moved += _payload(share) + _payload(Arguments(value if isinstance(value, tuple) else (value,)))
-            self._replies[number] = Reply(value)
+            self._replies[number] = Reply(value, seconds=seconds)
         except Exception as error:  # noqa: BLE001 - the boundary of the worker: raised by wait() with role, rank and method
             self._replies[number] = Reply(failure=failure_of(error, 0))
 

@@ -9,12 +9,16 @@ different devices and queue when they share. GRPO, RLOO and the other critic-fre
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Pending, gather
 from hybridflow.config.root import PPOConfig
 from hybridflow.roles.protocols import Roles
 from hybridflow.trainer.dynamic_sampling import fill
 from hybridflow.trainer.run import Run
+
+T = TypeVar("T")
 
 
 class PPOTrainer:
@@ -59,14 +63,11 @@ class PPOTrainer:
     def sample(self, step: int) -> Batch:
         """``n`` responses for each of the next prompts: the rollout's columns beside the prompts'."""
         prompts = self.run.next_prompts(self.config.actor_rollout_ref.rollout.n)
-        with self.run.phase("gen"):
-            responses = gather(self.roles.rollout.generate_sequences(prompts, step=step))
-        return prompts.merge(responses)
+        return prompts.merge(self.wait("gen", self.roles.rollout.generate_sequences(prompts, step=step)))
 
     def judge(self, batch: Batch) -> Batch:
         """Adds score, reward_info, response_text and a narrowed valid."""
-        with self.run.phase("reward"):
-            return batch.with_columns(**gather(self.roles.reward.compute_reward(batch)).columns())
+        return batch.with_columns(**self.wait("reward", self.roles.reward.compute_reward(batch)).columns())
 
     def score(self, batch: Batch) -> Batch:
         """Adds score and valid, old_log_probs, and ref_log_probs and values where their roles exist."""
@@ -82,14 +83,12 @@ class PPOTrainer:
         if self.roles.critic is not None:
             calls["values"] = self.roles.critic.compute_values(batch)
         for name, call in calls.items():
-            with self.run.phase(name):
-                batch = batch.with_columns(**gather(call).columns())
+            batch = batch.with_columns(**self.wait(name, call).columns())
         return batch
 
     def assign_credit(self, batch: Batch) -> Batch:
         """Adds loss_mask, token_rewards, advantages and returns."""
-        with self.run.phase("adv"):
-            credit, metrics = gather(self.roles.actor.compute_advantage(batch, kl_coef=self.run.kl.value))
+        credit, metrics = self.wait("adv", self.roles.actor.compute_advantage(batch, kl_coef=self.run.kl.value))
         self.run.record(metrics)
         if self.config.algorithm.use_kl_in_reward:
             self.run.kl.update(kl=metrics["actor/reward_kl_penalty"], sequences=len(batch))
@@ -103,11 +102,15 @@ class PPOTrainer:
         if step > self.config.trainer.critic_warmup:
             calls["update_actor"] = self.roles.actor.update_actor(batch, step=step)
         for name, call in calls.items():
-            with self.run.phase(name):
-                self.run.record(gather(call))
+            self.run.record(self.wait(name, call))
         self.run.observe(batch)
 
     def publish(self, *, version: int) -> None:
         """Moves the actor's weights into the generator."""
-        with self.run.phase("update_weights"):
-            self.run.record(gather(self.roles.weights.publish(version=version)))
+        self.run.record(self.wait("update_weights", self.roles.weights.publish(version=version)))
+
+    def wait(self, name: str, call: Pending[T]) -> T:
+        """The result of ``call``, whose time becomes ``timing_s/<name>``."""
+        result = gather(call)
+        self.run.took(name, call.seconds)
+        return result

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.futures import gather
 from hybridflow.trainer.ppo import PPOTrainer
 
 
@@ -16,13 +15,10 @@ class ReMaxTrainer(PPOTrainer):
         """Responses of the next prompts, with the score of their prompt's greedy response."""
         prompts = self.run.next_prompts(self.config.actor_rollout_ref.rollout.n)
         once = prompts.rows(prompts["sample_index"] == 0)
-        with self.run.phase("gen"):
-            responses, greedy = gather(
-                self.roles.rollout.generate_sequences(prompts, step=step),
-                self.roles.rollout.generate_sequences(once, step=step, mode="greedy"),
-            )
-        with self.run.phase("reward"):
-            baseline = gather(self.roles.reward.compute_reward(once.merge(greedy)))
+        sampled = self.roles.rollout.generate_sequences(prompts, step=step)
+        greedy = self.roles.rollout.generate_sequences(once, step=step, mode="greedy")
+        responses = self.wait("gen", sampled)
+        baseline = self.judge(once.merge(self.wait("gen", greedy)))
         return prompts.merge(responses).with_columns(
             baseline_score=by_group(prompts["group_id"], once["group_id"], baseline["score"])
         )

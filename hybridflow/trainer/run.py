@@ -101,6 +101,10 @@ class Run:
         """Times a part of the step as ``timing_s/<name>``."""
         return self._watch.phase(name)
 
+    def took(self, name: str, seconds: float) -> None:
+        """Adds the time of a call to ``timing_s/<name>``."""
+        self._watch.add(name, seconds)
+
     def record(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to the step."""
         self._metrics.update(metrics)

@@ -74,7 +74,7 @@ class ActorWorker:
         )
         self._loss = ActorLoss(
             actor,
-            max_response_length=config.data.max_response_length,
+            max_response_length=config.response_length,
             correction=config.algorithm.rollout_correction,
         )
         shaping = config.algorithm.reward_shaping
@@ -113,7 +113,7 @@ class ActorWorker:
             batch,
             self._config.algorithm,
             kl_coef=kl_coef,
-            max_response_length=self._config.data.max_response_length,
+            max_response_length=self._config.response_length,
             overlong=self._config.reward.overlong,
             normalizer=self._normalizer,
         )

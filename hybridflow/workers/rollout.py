@@ -55,8 +55,8 @@ class RolloutWorker:
         self.engine: RolloutEngine = load(ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name])(
             model_path=model_path,
             config=config.actor_rollout_ref.rollout,
-            max_prompt_tokens=config.data.max_prompt_length,
-            max_response_tokens=config.data.max_response_length,
+            max_prompt_tokens=config.prompt_length,
+            max_response_tokens=config.response_length,
             tp=dims.tp,
             device=context.device,
             eos_token_ids=eos_token_ids,
@@ -97,7 +97,7 @@ class RolloutWorker:
         chosen = rollout.val_kwargs if mode == "validate" else rollout
         greedy = mode == "greedy" or not chosen.do_sample
         return SamplingParams(
-            max_tokens=rollout.response_length or self._config.data.max_response_length,
+            max_tokens=self._config.response_length,
             temperature=0.0 if greedy else chosen.temperature,
             top_p=1.0 if greedy else chosen.top_p,
             top_k=-1 if greedy else chosen.top_k,

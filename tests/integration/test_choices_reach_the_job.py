@@ -1,0 +1,141 @@
+"""Every estimator, loss and option of the algorithm library runs in the main job, and none of them is dead.
+
+A dead option is read by nobody. The configuration sections record what is read while jobs run; over all jobs here every
+leaf of the algorithm and actor trees must have been read by someone past the loader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from typing import Any
+
+import pytest
+
+from hybridflow.config.actor import ActorConfig
+from hybridflow.config.algorithm import AlgorithmConfig
+from hybridflow.config.choices import ADV_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
+from hybridflow.config.constraints import Section, hints
+from hybridflow.config.tree import section_of
+from hybridflow.launch.build import run
+from hybridflow.launch.preflight import plan_run
+from tests.jobs import run_job, small_config
+
+ESTIMATOR = "algorithm.adv_estimator"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+CORRECTION = "algorithm.rollout_correction."
+NEEDED = {
+    "gdpo": {"algorithm.gdpo_reward_keys": ["exact"]},
+    "grpo_passk": {"algorithm.norm_adv_by_std_in_grpo": False},
+}
+
+
+def _finite_and_learning(steps: list[dict[str, Any]]) -> None:
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["actor/optimizer_steps"] == 2 and step["actor/grad_skipped"] == 0
+        assert math.isfinite(step["actor/pg_loss"]) and math.isfinite(step["actor/grad_norm"])
+        assert step["training/rollout_log_prob_diff/max"] < 1e-4
+    assert any(step["actor/grad_norm"] > 0 for step in steps)
+
+
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+def test_an_estimator_runs_in_the_main_job(tmp_path, name):
+    steps = run_job(tmp_path, **{ESTIMATOR: name, **NEEDED.get(name, {})})
+    _finite_and_learning(steps)
+    assert ("critic/vf_loss" in steps[0]) == (name == "gae")
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_policy_loss_runs_in_the_main_job(tmp_path, name):
+    _finite_and_learning(run_job(tmp_path, **{LOSS: name}))
+
+
+def test_estimators_and_losses_give_different_updates(tmp_path):
+    """The configured choice is the one that is used: the same data, another number."""
+    losses = {
+        name: run_job(tmp_path / name, **{LOSS: name, "trainer.total_training_steps": 1})[0]["actor/grad_norm"]
+        for name in ("vanilla", "gspo", "sapo", "dro")
+    }
+    estimators = {
+        name: run_job(tmp_path / name, **{ESTIMATOR: name, "trainer.total_training_steps": 1})[0]["actor/grad_norm"]
+        for name in ("rloo", "opo", "gpg", "reinforce_plus_plus")
+    }
+    norms = [*losses.values(), *estimators.values()]
+    assert len({round(norm, 9) for norm in norms}) == len(norms), (losses, estimators)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_an_aggregation_serves_policy_entropy_kl_and_values(tmp_path, mode):
+    options = {
+        "actor_rollout_ref.actor.loss_agg_mode": mode,
+        "critic.loss_agg_mode": mode,
+        "actor_rollout_ref.actor.entropy_coeff": 0.01,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        ESTIMATOR: "gae",
+    }
+    steps = run_job(tmp_path, **options)
+    _finite_and_learning(steps)
+    assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)  # the reference is the actor before its first update
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
+        {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 4},
+        {"algorithm.reward_shaping.normalize": True, "algorithm.reward_shaping.clip": 1.0},
+        {"algorithm.reward_shaping.length_penalty": 0.01, "reward.overlong.enable": True, "reward.overlong.len": 2},
+        {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_batch_normalize": True},
+        {f"{CORRECTION}rollout_rs": "seq_mean_k1", f"{CORRECTION}rollout_rs_threshold": "0.5_2.0"},
+        {f"{CORRECTION}bypass_mode": True, f"{CORRECTION}rollout_is": "sequence"},
+        {f"{CORRECTION}bypass_mode": True, f"{CORRECTION}loss_type": "reinforce"},
+    ],
+    ids=lambda options: "-".join(key.rsplit(".", 1)[-1] for key in options),
+)
+def test_an_option_of_credit_assignment_runs_in_the_main_job(tmp_path, options):
+    _finite_and_learning(run_job(tmp_path, **options))
+
+
+COVERING: list[dict[str, Any]] = [
+    *({LOSS: name} for name in POLICY_LOSSES),
+    *({ESTIMATOR: name, **NEEDED.get(name, {})} for name in ADV_ESTIMATORS),
+    {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm"},
+    {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
+    {"algorithm.filter_groups.enable": True},
+    {"algorithm.reward_shaping.normalize": True},
+    {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_rs": "token_k1", f"{CORRECTION}rollout_rs_threshold": 2.0},
+    {f"{CORRECTION}bypass_mode": True},
+    {"actor_rollout_ref.actor.use_dynamic_bsz": False, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4},
+]
+REFUSED_UNLESS_DEFAULT = {"ppo_micro_batch_size", "gradient_sync_order"}
+"""Leaves that only exist to be answered: the loader refuses every value but one."""
+
+
+def test_every_leaf_of_the_algorithm_and_actor_trees_is_read_by_someone(tmp_path, monkeypatch):
+    read: set[tuple[str, str]] = set()
+
+    def recording(section: Any, name: str) -> Any:
+        if not sys._getframe(1).f_code.co_filename.endswith(("dataclasses.py", "copy.py")):
+            read.add((type(section).__name__, name))
+        return object.__getattribute__(section, name)
+
+    for number, options in enumerate(COVERING):
+        config = small_config(tmp_path / str(number), **{"trainer.total_training_steps": 1, **options})
+        plan = plan_run(config)
+        with monkeypatch.context() as patch:
+            patch.setattr(Section, "__getattribute__", recording, raising=False)
+            run(config, plan)
+    unread = {
+        f"{section.__name__}.{field.name}"
+        for section in (ActorConfig, AlgorithmConfig, *_sections(ActorConfig), *_sections(AlgorithmConfig))
+        for field in dataclasses.fields(section)
+        if (section.__name__, field.name) not in read and field.name not in REFUSED_UNLESS_DEFAULT
+    }
+    assert not unread
+
+
+def _sections(kind: type) -> list[type]:
+    found = [section_of(hint) for hint in hints(kind).values()]
+    return [section for section in found if section is not None]
