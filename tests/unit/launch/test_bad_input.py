@@ -243,6 +243,7 @@ def test_the_real_command_refuses_bad_input_quickly_and_starts_nothing(tmp_path,
         capture_output=True,
         text=True,
         timeout=60,
+        env=ENVIRONMENT,
     )
     took = time.monotonic() - started
     assert done.returncode == code, done.stderr

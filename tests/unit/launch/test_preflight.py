@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hybridflow.batch.columns import TABLE
+from hybridflow.config.load import load_config
+from hybridflow.config.root import PPOConfig
+from hybridflow.launch.machine import Gpu, Machine
+from hybridflow.launch.plan import RunPlan
+from hybridflow.launch.preflight import HOST_POOL, plan_run
+from hybridflow.topology.parallel import ParallelDims
+from tests.unit.config.trees import tree
+
+LAPTOP = Machine(cores=8, memory_bytes=16 << 30, available_bytes=12 << 30, torch_build="2.13.0+cpu")
+SERVER = Machine(
+    cores=64, memory_bytes=1 << 40, available_bytes=1 << 40, gpus=(Gpu("H100", 80 << 30),) * 8, torch_build="2.9.0"
+)
+POLICY = "actor_rollout_ref"
+
+
+def plan(*overrides: str, machine: Machine = LAPTOP) -> RunPlan:
+    return plan_run(load_config(tree(*overrides)), machine)
+
+
+def test_units_of_every_batch_size():
+    found = plan(
+        "data.train_batch_size=32",
+        f"{POLICY}.rollout.n=4",
+        f"{POLICY}.actor.ppo_mini_batch_size=8",
+        f"{POLICY}.actor.ppo_epochs=2",
+        "trainer.n_gpus_per_node=4",
+    ).batch
+    assert (found.prompts, found.samples_per_prompt, found.sequences) == (32, 4, 128)
+    update = found.update("actor")
+    assert (update.mini_batch_prompts, update.mini_batch_sequences, update.mini_batches) == (8, 32, 4)
+    assert update.optimizer_steps == 8
+    assert found.micro_batches("actor", "compute_log_prob").rows_per_coordinate == 128 // 4
+    assert found.micro_batches("actor", "update_actor").rows_per_coordinate == 32 // 4
+
+
+def test_actor_and_critic_count_mini_batches_in_the_same_unit():
+    # verl once scaled the actor's mini-batch by n and not the critic's (known fault A14): 4 prompts, n=3, mini-batch 2.
+    found = plan(
+        "algorithm.adv_estimator=gae",
+        "data.train_batch_size=4",
+        f"{POLICY}.rollout.n=3",
+        f"{POLICY}.actor.ppo_mini_batch_size=2",
+        "critic.ppo_mini_batch_size=2",
+    ).batch
+    assert found.update("actor").optimizer_steps == found.update("critic").optimizer_steps == 2
+
+
+def test_the_critic_follows_the_actor_where_it_says_nothing():
+    found = plan(
+        "algorithm.adv_estimator=gae", f"{POLICY}.actor.ppo_mini_batch_size=16", f"{POLICY}.actor.ppo_epochs=3"
+    ).batch
+    assert found.update("critic").mini_batch_prompts == 16
+    assert found.update("critic").epochs == 3
+
+
+def test_micro_batches_are_cut_by_tokens_or_by_rows_never_both():
+    by_tokens = plan(f"{POLICY}.actor.ppo_max_token_len_per_gpu=100").batch.micro_batches("actor", "update_actor")
+    assert (by_tokens.max_tokens, by_tokens.max_rows) == (100, None)
+    by_rows = plan(f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=4").batch.micro_batches("actor", "update_actor")
+    assert (by_rows.max_tokens, by_rows.max_rows) == (None, 4)
+    asked = plan(f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=4", f"{POLICY}.actor.use_dynamic_bsz=true").batch
+    assert asked.micro_batches("actor", "update_actor").max_rows is None
+
+
+def test_a_forward_micro_batch_larger_than_the_rank_is_the_rank():
+    found = plan(f"{POLICY}.rollout.log_prob_micro_batch_size_per_gpu=100000").batch
+    assert found.micro_batches("actor", "compute_log_prob").max_rows == 512
+
+
+def test_steps_follow_from_the_rows_where_files_decide():
+    found = plan("data.train_files=x.parquet", "trainer.total_epochs=3").batch
+    assert found.total_steps is None
+    assert found.steps(200) == 200 // 64 * 3
+    assert plan("trainer.total_training_steps=5").batch.steps(200) == 5
+
+
+def test_layouts_of_training_and_generation():
+    found = plan(
+        "trainer.n_gpus_per_node=4",
+        "trainer.nnodes=2",
+        f"{POLICY}.rollout.tensor_model_parallel_size=2",
+        f"{POLICY}.actor.fsdp_config.fsdp_size=4",
+    )
+    assert found.role("actor").dims == ParallelDims(dp_replicate=2, dp_shard=4)
+    assert found.role("rollout").dims == ParallelDims(dp_shard=4, tp=2)
+    assert found.pool("main").pool.slots == (4, 4)
+
+
+def test_roles_play_only_where_the_dataflow_needs_them():
+    def roles(*overrides: str) -> list[str]:
+        return [role.role for role in plan(*overrides).roles]
+
+    assert roles() == ["actor", "rollout", "reward"]
+    assert roles("algorithm.adv_estimator=gae") == ["actor", "rollout", "critic", "reward"]
+    assert "reference" in roles("algorithm.use_kl_in_reward=true")
+    assert "reference" in roles(f"{POLICY}.actor.use_kl_loss=true")
+
+
+def test_a_pool_of_its_own_and_reward_functions_on_the_host_of_a_gpu_machine():
+    found = plan(
+        "algorithm.adv_estimator=gae", "trainer.pools.values.slots=2", "trainer.pools.values.roles=critic",
+        "reward.num_workers=3", machine=SERVER,
+    )  # fmt: skip
+    assert found.role("critic").pool == "values"
+    assert found.role("critic").dims.world == 2
+    assert found.pool("values").pool.roles == ("critic",)
+    assert found.pool("main").pool.roles == ("actor", "rollout")
+    assert found.role("reward").pool == HOST_POOL
+    assert found.role("reward").dims.dp == 3
+    assert found.pool(HOST_POOL).device == "cpu"
+
+
+def test_reward_functions_share_the_processes_of_a_cpu_run():
+    assert plan().role("reward").pool == "main"
+
+
+def test_a_reward_model_lives_on_devices():
+    found = plan("reward.reward_model.enable=true", machine=SERVER)
+    assert found.role("reward").pool == "main"
+    assert HOST_POOL not in [pool.pool.name for pool in found.pools]
+    assert found.batch.micro_batches("reward", "compute_reward").max_tokens == 32768
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "device"),
+    [("auto", LAPTOP, "cpu"), ("auto", SERVER, "cuda"), ("cpu", SERVER, "cpu"), ("cuda", LAPTOP, "cuda")],
+)
+def test_the_device_is_resolved_once(asked, machine, device):
+    assert plan(f"trainer.device={asked}", machine=machine).device == device
+
+
+def test_a_cpu_build_of_torch_keeps_auto_on_the_cpu_of_a_gpu_machine():
+    machine = Machine(
+        cores=8, memory_bytes=1 << 34, available_bytes=1 << 34, gpus=(Gpu("A100", 40 << 30),), torch_build="2.13.0+cpu"
+    )
+    assert plan(machine=machine).device == "cpu"
+
+
+@pytest.mark.parametrize(("slots", "threads"), [(1, 8), (3, 2), (8, 1), (16, 1)])
+def test_threads_share_the_cores(slots, threads):
+    found = plan(
+        f"trainer.n_gpus_per_node={slots}", "data.train_batch_size=96", f"{POLICY}.actor.ppo_mini_batch_size=96"
+    )
+    assert found.pool("main").threads == threads
+    assert found.pool("main").environment["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_processes_that_host_the_generator_get_its_variables():
+    main, host = plan().pool("main"), plan(machine=SERVER).pool(HOST_POOL)
+    assert main.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "VLLM_CPU_KVCACHE_SPACE" in main.unset
+    assert not any(name.startswith("VLLM") for name in host.environment)
+    assert not any(name.startswith("VLLM") for name in plan(f"{POLICY}.rollout.name=hf").pool("main").environment)
+
+
+VARIANTS = [
+    (),
+    ("algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
+    (f"{POLICY}.actor.use_kl_loss=true",),
+    ("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.bypass_mode=true"),
+]
+
+
+@pytest.mark.parametrize("overrides", VARIANTS, ids=str)
+def test_every_column_of_the_dataflow_is_in_the_table_and_written_before_it_is_read(overrides):
+    given = {name for name, column in TABLE.items() if column.writer in ("data", "trainer")}
+    for stage in plan(*overrides).dataflow:
+        assert set(stage.reads) | set(stage.writes) <= set(TABLE)
+        assert set(stage.reads) <= given, f"{stage.method} reads what nobody wrote"
+        given |= set(stage.writes)
+
+
+def test_memory_counts_what_adamw_holds():
+    found = plan()
+    actor = next(line for line in found.memory if line.role == "actor")
+    assert found.model is not None
+    assert actor.resident == {"parameters": 4 * found.model.parameters, "optimizer": 8 * found.model.parameters}
+    assert actor.peak["gradients"] == 4 * found.model.parameters
+
+
+def test_sharding_divides_what_a_device_holds():
+    def held(slots: int) -> int:
+        return sum(plan(f"trainer.n_gpus_per_node={slots}").memory[0].resident.values())
+
+    assert held(4) * 4 == held(1)
+
+
+def test_roles_of_a_pool_add_what_they_hold_and_take_turns_in_calls():
+    found = plan("algorithm.adv_estimator=gae")
+    held = sum(sum(line.resident.values()) for line in found.memory)
+    assert found.memory_per_device("main") == held + max(sum(line.peak.values()) for line in found.memory)
+
+
+def test_a_gpu_cache_takes_the_configured_share():
+    found = plan(f"{POLICY}.rollout.gpu_memory_utilization=0.5", machine=SERVER)
+    rollout = next(line for line in found.memory if line.role == "rollout")
+    assert rollout.peak["KV cache"] + rollout.resident["generator weights"] == 40 << 30
+
+
+def test_ppo_with_many_samples_is_pointed_out():
+    assert any("rollout.n=8" in note for note in plan("algorithm.adv_estimator=gae").notes)
+    assert plan("algorithm.adv_estimator=gae", f"{POLICY}.rollout.n=1").notes == ()
+
+
+def test_planning_and_judging_import_no_torch():
+    code = (
+        "import sys\n"
+        "from hybridflow.config.root import PPOConfig\n"
+        "from hybridflow.launch.preflight import check_machine, plan_run\n"
+        "config = PPOConfig(); check_machine(config, plan_run(config))\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'ray', 'tensordict', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_of_the_defaults_needs_no_machine():
+    assert plan_run(PPOConfig()).batch.sequences == 512
