@@ -7,11 +7,16 @@ binary have a tiny, meaningless standard deviation.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+BLOCK_ELEMENTS = 1 << 20
+"""Elements that are widened to float64 at a time."""
 
 
 def keep(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -43,12 +48,15 @@ def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], d
 def masked_moments(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance (n - 1) over masked positions as float64 scalars; variance 0 for fewer than two.
 
-    Two passes: the squares are taken after centring, so a large mean costs no digits.
+    Two passes: the squares are taken after centring, so a large mean costs no digits. Both go block by block, so that
+    the float64 copies stay small beside the input.
     """
     count = mask.sum()
-    mean = keep(values, mask).sum(dtype=torch.float64) / count.clamp(min=1)
-    centred = keep(values - mean.to(values.dtype), mask)
-    return mean, centred.square().sum(dtype=torch.float64) / (count - 1).clamp(min=1)
+    blocks = list(_blocks(values, mask))
+    total = sum((keep(part.double(), live).sum() for part, live in blocks), start=_zero(values))
+    mean = total / count.clamp(min=1)
+    squares = sum((keep(part.double() - mean, live).square().sum() for part, live in blocks), start=_zero(values))
+    return mean, squares / (count - 1).clamp(min=1)
 
 
 def masked_whiten(
@@ -58,19 +66,38 @@ def masked_whiten(
 
     ``shift_mean=False`` scales only and keeps the mean.
     """
-    mean, variance = masked_moments(values, mask)
-    if not bool(_has_spread(values, mask)):
+    if not _has_spread(values, mask):
         return torch.zeros_like(values) if shift_mean else keep(values, mask)
-    white = (values - mean.to(values.dtype)) * torch.rsqrt(variance + epsilon).to(values.dtype)
-    return keep(white if shift_mean else white + mean.to(values.dtype), mask)
+    mean, variance = masked_moments(values, mask)
+    scale = torch.rsqrt(variance + epsilon)
+    white = torch.empty_like(values)
+    for (part, live), out in zip(_blocks(values, mask), white.split(_block_rows(values)), strict=True):
+        centred = (part.double() - mean) * scale
+        out.copy_(keep(centred if shift_mean else centred + mean, live))
+    return white
 
 
-def _has_spread(values: Tensor, mask: Tensor) -> Tensor:
+def _has_spread(values: Tensor, mask: Tensor) -> bool:
+    """Whether two masked positions differ; exact."""
     if values.numel() == 0:
-        return torch.tensor(False)
-    highest = torch.where(mask, values, float("-inf")).amax()
-    lowest = torch.where(mask, values, float("inf")).amin()
+        return False
+    parts = list(_blocks(values, mask))
+    highest = max(float(torch.where(live, part, -math.inf).amax()) for part, live in parts)
+    lowest = min(float(torch.where(live, part, math.inf).amin()) for part, live in parts)
     return highest > lowest
+
+
+def _block_rows(values: Tensor) -> int:
+    return max(BLOCK_ELEMENTS // max(values[:1].numel(), 1), 1)
+
+
+def _blocks(values: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    rows = _block_rows(values)
+    return zip(values.split(rows), mask.split(rows), strict=True)
+
+
+def _zero(values: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=values.device)
 
 
 def last_true(mask: Bool[Tensor, "B T"]) -> tuple[Int[Tensor, " B"], Bool[Tensor, " B"]]:

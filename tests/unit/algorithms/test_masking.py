@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from hybridflow.algorithms import masking
 from hybridflow.algorithms.masking import (
     Groups,
     keep,
@@ -68,9 +69,22 @@ def test_whitening_uses_masked_statistics_and_unbiased_variance() -> None:
     torch.testing.assert_close(kept_mean, torch.where(mask, expected + 4, 0.0), atol=1e-6, rtol=0)
 
 
-def test_whitening_of_equal_numbers_is_exactly_zero() -> None:
-    values = torch.full((3, 7), 0.1)
-    assert masked_whiten(values, torch.ones(3, 7, dtype=torch.bool)).abs().max().item() == 0.0
+@pytest.mark.parametrize("number", [0.1, 0.35, 0.7, 1 / 3])
+def test_whitening_of_equal_numbers_is_exactly_zero(number: float) -> None:
+    """B02: in float64 the mean of such copies need not be the number itself."""
+    for dtype in (torch.float32, torch.float64):
+        values = torch.full((3, 7), number, dtype=dtype)
+        assert masked_whiten(values, torch.ones(3, 7, dtype=torch.bool)).abs().max().item() == 0.0
+
+
+def test_reductions_over_several_blocks_equal_those_over_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(9, 5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(9, 5, generator=generator) > 0.3
+    whole = (*masked_moments(values, mask), masked_whiten(values, mask))
+    monkeypatch.setattr(masking, "BLOCK_ELEMENTS", 10)
+    for one, other in zip(whole, (*masked_moments(values, mask), masked_whiten(values, mask)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-14, rtol=0)
 
 
 def test_moments_keep_their_digits_around_a_large_mean() -> None:

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hybridflow.config.choices import ADV_ESTIMATORS, POLICY_LOSSES
+from hybridflow.config.load import load_config
+
+DOCS = Path(__file__).parents[3] / "docs" / "algorithms"
+PAGES = [("advantages", name) for name in ADV_ESTIMATORS] + [("losses", name) for name in POLICY_LOSSES]
+SECTIONS = ("Formula", "Source", "When to use it", "Configuration", "Traps")
+
+
+def tree(lines: list[str]) -> dict[str, Any]:
+    """``a.b=1`` lines as nested dicts."""
+    found: dict[str, Any] = {}
+    for line in lines:
+        key, _, value = line.partition("=")
+        *path, leaf = key.split(".")
+        node = found
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = yaml.safe_load(value)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "name"), PAGES)
+def test_every_name_has_a_page_whose_configuration_loads(kind: str, name: str) -> None:
+    text = (DOCS / kind / f"{name}.md").read_text()
+    assert text.startswith(f"# {name}: ")
+    for section in SECTIONS:
+        assert f"\n## {section}\n" in text
+    block = text.split("## Configuration")[1].split("```")[1].splitlines()[1:]
+    config = load_config(tree([line for line in block if line]))
+    chosen = {
+        "advantages": config.algorithm.adv_estimator,
+        "losses": config.actor_rollout_ref.actor.policy_loss.loss_mode,
+    }
+    assert chosen[kind] == name
+    assert f"({kind}/{name}.md)" in (DOCS / "index.md").read_text()
+
+
+def test_no_page_stands_for_a_name_that_does_not_exist() -> None:
+    pages = {(path.parent.name, path.stem) for path in DOCS.glob("*/*.md")}
+    assert pages == set(PAGES)
