@@ -12,11 +12,13 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from hybridflow.models.sequence import attend_over_ranks
 from hybridflow.utils import optional
 from hybridflow.utils.errors import EngineError
 
@@ -34,6 +36,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     segments: Sequence[int] | None = None,
+    sequence_group: dist.ProcessGroup | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -41,24 +44,39 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """``[1, N, H, Dh]`` attention output of packed queries ``[1, H, N, Dh]`` over keys and values ``[1, K, N, Dh]``.
 
+    Under ``sequence_group`` every rank brings and gets its slice of the N tokens (models/sequence.py).
+
     Raises:
         EngineError: when a mask, a cache or an unknown attention argument would make packing silently wrong.
     """
-    _refuse(module, query, attention_mask, segments, dropout, others)
+    ranks = 1 if sequence_group is None else dist.get_world_size(sequence_group)
+    _refuse(module, query, ranks, attention_mask, segments, dropout, others)
     assert segments is not None
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and sliding_window is None:
-        return _variable_length(query, key, value, segments, scaling), None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _attend(q, k, v, segments, scaling, sliding_window)
+
+    if sequence_group is not None:
+        return attend_over_ranks(query, key, value, sequence_group, attend), None
+    return attend(query, key, value), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[int], scaling: float | None, window: int | None
+) -> Tensor:
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and window is None:
+        return _variable_length(query, key, value, segments, scaling)
     # [N, H, Dh] views; a block of g equal segments is then a plain [g, length, H, Dh] view.
     flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     outputs = []
     for start, count, length in _blocks(segments):
         q, k, v = (part[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2) for part in flat)
-        band = _band(length, sliding_window, query.device)
+        band = _band(length, window, query.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[None], None
+    return torch.cat(outputs)[None]
 
 
 def _blocks(segments: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -95,6 +113,7 @@ def _variable_length(
 def _refuse(
     module: nn.Module,
     query: Tensor,
+    ranks: int,
     mask: Tensor | None,
     segments: Sequence[int] | None,
     dropout: float,
@@ -105,7 +124,7 @@ def _refuse(
         raise EngineError(f"{kind} does not hand its keyword arguments to attention: packed rows would see each other")
     if mask is not None:
         raise EngineError(f"{kind} got an attention mask beside packed rows: rows would see each other")
-    if query.shape[0] != 1 or query.shape[2] != sum(segments):
+    if query.shape[0] != 1 or query.shape[2] * ranks != sum(segments):
         raise EngineError(f"{kind} got queries {tuple(query.shape)} for segments of {sum(segments)} tokens (cache on?)")
     if dropout:
         raise EngineError(f"{kind} uses attention dropout {dropout}: old and new log-probs would differ at random")

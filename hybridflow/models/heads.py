@@ -11,12 +11,15 @@ import copy
 from collections.abc import Mapping
 from typing import Literal
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridflow.models.logprobs import VocabularyShard, token_log_probs
 from hybridflow.models.packing import Packed
+from hybridflow.models.sequence import join_tokens
 from hybridflow.utils.errors import ConfigError, EngineError
 
 Head = Literal["lm", "value"]
@@ -63,42 +66,78 @@ class PackedModel(nn.Module):
         self.net = net
         self.head = head
         self.vocabulary_shard: VocabularyShard | None = None
+        """Set by tensor parallelism."""
+        self.sequence_group: dist.ProcessGroup | None = None
+        """Ranks that hold the other slices of the packed row (Ulysses)."""
+        self.token_multiple = 1
+        """N is rounded up to this: slices are equal."""
+        self.first = True
+        """Whether this is the first pipeline stage."""
+        self.last = True
+        """Whether this is the last pipeline stage."""
         if head == "lm":
             _check_head(net)
 
-    def forward(self, packed: Packed, needs: frozenset[str], temperature: float) -> dict[str, Tensor]:
+    def forward(
+        self, packed: Packed, needs: frozenset[str], temperature: float, received: Tensor | None = None
+    ) -> dict[str, Tensor] | Tensor:
         """float32 ``[n]`` for each of ``needs``: log_probs and entropy of the tempered distribution, or values.
+
+        A pipeline stage that is not the last gives its hidden states ``[1, m, D]``; one that is not the first takes
+        those of the stage before as ``received``.
 
         Raises:
             EngineError: when ``needs`` asks for what this head does not compute.
         """
-        hidden = self.hidden_states(packed)[packed.select]
-        return self.read(hidden, packed, needs, temperature)
+        packed = packed.padded(self.token_multiple)
+        part = self._own_tokens(packed)
+        hidden = self._body(packed, part, received)
+        if not self.last:
+            return hidden
+        if isinstance(hidden, DTensor):
+            hidden = hidden.redistribute(placements=[Replicate()]).to_local()
+        hidden = hidden[0]
+        if self.sequence_group is None:
+            return self._read(hidden[packed.select], packed.targets, needs, temperature)
+        place = ((packed.select >= part.start) & (packed.select < part.stop)).nonzero().squeeze(1)
+        own = self._read(hidden[packed.select[place] - part.start], packed.targets[place], needs, temperature)
+        count = packed.select.numel()
+        return {name: join_tokens(value, place, count, self.sequence_group) for name, value in own.items()}
 
-    def hidden_states(self, packed: Packed) -> Tensor:
-        """``[N, D]`` last hidden states of the packed row."""
+    def _own_tokens(self, packed: Packed) -> slice:
+        if self.sequence_group is None:
+            return slice(0, packed.tokens)
+        size = packed.tokens // dist.get_world_size(self.sequence_group)
+        start = size * dist.get_rank(self.sequence_group)
+        return slice(start, start + size)
+
+    def _body(self, packed: Packed, part: slice, received: Tensor | None) -> Tensor:
+        source = {"input_ids": packed.input_ids[:, part]} if received is None else {"inputs_embeds": received}
         out = self.net.base_model(
-            input_ids=packed.input_ids,
+            **source,
             attention_mask=None,
-            position_ids=packed.position_ids,
+            position_ids=packed.position_ids[:, part],
             use_cache=False,
             segments=packed.lengths,
+            sequence_group=self.sequence_group,
         )
-        return out.last_hidden_state[0]
+        return out.last_hidden_state
 
-    def read(self, hidden: Tensor, packed: Packed, needs: frozenset[str], temperature: float) -> dict[str, Tensor]:
+    def _read(self, hidden: Tensor, targets: Tensor, needs: frozenset[str], temperature: float) -> dict[str, Tensor]:
         """What the head says about chosen positions ``[n, D]``; values know no temperature."""
         if self.head == "value":
             if needs != {"values"}:
                 raise EngineError(f"a value head gives values, not {', '.join(sorted(needs - {'values'}))}")
-            return {"values": self.net.score(hidden)[:, 0].float()}
+            # A copy: FSDP hooks the outputs, and a hook on a view can be lost.
+            return {"values": self.net.score(hidden)[:, 0].to(torch.float32, copy=True)}
         if not needs <= {"log_probs", "entropy"}:
             raise EngineError(f"a language model head gives log_probs and entropy, not {', '.join(sorted(needs))}")
-        output = self.net.get_output_embeddings()
+        output = self.output_layer()
+        assert output is not None
         log_probs, entropy = token_log_probs(
             hidden,
             _plain(output.weight),
-            packed.targets,
+            targets,
             bias=None if output.bias is None else _plain(output.bias),
             temperature=temperature,
             entropy="entropy" in needs,
@@ -106,6 +145,13 @@ class PackedModel(nn.Module):
         )
         found = {"log_probs": log_probs, "entropy": entropy}
         return {name: value for name, value in found.items() if name in needs and value is not None}
+
+    def output_layer(self) -> nn.Linear | None:
+        """The language model head; None for a value model and on all pipeline stages but the last."""
+        if isinstance(self.net, ValueModel):
+            return None
+        output = self.net.get_output_embeddings()
+        return output if isinstance(output, nn.Linear) else None
 
     def blocks(self) -> list[nn.Module]:
         """The body's layers in order: units of sharding, checkpointing and compilation."""

@@ -9,7 +9,7 @@ the position of the token before it, and its value (the return expected before i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,19 @@ class Packed:
     def stands_in(self) -> bool:
         """Whether this holds one made-up token, so that a rank without rows can join the others' collectives."""
         return self.row.numel() == 0
+
+    def padded(self, multiple: int) -> Packed:
+        """The same rows with N rounded up to a multiple: made-up tokens form a segment of their own at the end."""
+        extra = -self.tokens % multiple
+        if extra == 0:
+            return self
+        ids, positions = self.input_ids.new_zeros(1, extra), torch.arange(extra, device=self.input_ids.device)[None]
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, ids], 1),
+            position_ids=torch.cat([self.position_ids, positions], 1),
+            lengths=(*self.lengths, extra),
+        )
 
     def unpack(self, values: Tensor) -> Tensor:
         """``[b, T]`` float32 with ``values`` ``[n]`` at response tokens and 0 beyond; keeps the gradient's path."""

@@ -23,6 +23,8 @@ ALL = MicroBatching(max_tokens=10_000)
 DP1, DP2, DP4 = ParallelDims(), ParallelDims(dp_shard=2), ParallelDims(dp_shard=4)
 HSDP = ParallelDims(dp_replicate=2, dp_shard=2)
 DDP = ParallelDims(dp_replicate=2)
+SP2, SP4, DP2_SP2 = ParallelDims(sp=2), ParallelDims(sp=4), ParallelDims(dp_shard=2, sp=2)
+TP2, DP2_TP2, SP2_TP2 = ParallelDims(tp=2), ParallelDims(dp_shard=2, tp=2), ParallelDims(sp=2, tp=2)
 CHECKPOINTED = {"enable_gradient_checkpointing": True}
 
 CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
@@ -49,6 +51,25 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
         True,
         {"dims": DP4, "engine": {"shard_order": [0, 2, 1, 3], "row_parallel_shard_dim1": True}},
     ),
+    "qwen2 tied, sp 2": ("qwen2", True, {"dims": SP2}),
+    "llama untied critic, sp 2, checkpointed, row by row": (
+        "llama",
+        False,
+        {"dims": SP2, "head": "value", "model": CHECKPOINTED, "micro": ONE_BY_ONE},
+    ),
+    "qwen3 untied, sp 4 with 2 kv heads": ("qwen3", False, {"dims": SP4}),
+    "llama tied, dp 2 x sp 2, a rank without tokens": ("llama", True, {"dims": DP2_SP2, "rows": 4}),
+    "qwen2 tied, tp 2": ("qwen2", True, {"dims": TP2}),
+    "qwen3 untied, tp 2, checkpointed": ("qwen3", False, {"dims": TP2, "model": CHECKPOINTED}),
+    "llama tied critic, tp 2, row by row": ("llama", True, {"dims": TP2, "head": "value", "micro": ONE_BY_ONE}),
+    "qwen3 tied, dp 2 x tp 2": ("qwen3", True, {"dims": DP2_TP2}),
+    "llama untied, dp 2 x tp 2, checkpointed": ("llama", False, {"dims": DP2_TP2, "model": CHECKPOINTED}),
+    "qwen2 untied critic, dp 2 x tp 2, a rank without tokens": (
+        "qwen2",
+        False,
+        {"dims": DP2_TP2, "head": "value", "rows": 4},
+    ),
+    "qwen2 tied, sp 2 x tp 2": ("qwen2", True, {"dims": SP2_TP2}),
 }
 
 

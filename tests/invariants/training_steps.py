@@ -98,8 +98,8 @@ def make_rows(count: int, *, seed: int = 1, width: int = 9, prompt: int = 7) -> 
             "response_length": response_length,
             "loss_mask": loss_mask,
             "old_log_probs": torch.rand(count, width, generator=g) * -6,
-            "advantages": torch.randn(count, width, generator=g),
-            "returns": torch.randn(count, width, generator=g),
+            "advantages": 0.3 * torch.randn(count, width, generator=g),
+            "returns": 0.3 * torch.randn(count, width, generator=g),
         }
     )
 
@@ -172,8 +172,8 @@ def add_value_head(folder: str) -> None:
     stored = load_file(path)
     width = stored["model.embed_tokens.weight"].shape[1]
     g = torch.Generator().manual_seed(7)
-    stored["score.weight"] = torch.randn(1, width, generator=g) * 0.1
-    stored["score.bias"] = torch.randn(1, generator=g)
+    stored["score.weight"] = torch.randn(1, width, generator=g) * 0.03
+    stored["score.bias"] = 0.1 * torch.randn(1, generator=g)
     save_file(stored, path, metadata={"format": "pt"})
 
 

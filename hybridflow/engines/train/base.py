@@ -37,7 +37,7 @@ class MicroBatching:
     """How rows of a rank are cut into micro-batches."""
 
     max_tokens: int | None = None
-    """Token budget; None: by count."""
+    """Token budget of one data-parallel coordinate (its sp ranks share the tokens); None: by count."""
     max_rows: int | None = None
     """Row count when there is no budget."""
 

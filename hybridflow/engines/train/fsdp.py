@@ -21,7 +21,7 @@ from hybridflow.config.model import FSDPConfig, ModelConfig, OptimConfig
 from hybridflow.engines.train import checkpoint, reduction
 from hybridflow.engines.train.base import MicroBatching, Shard
 from hybridflow.engines.train.mesh import meshes
-from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_norm
+from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_norm, settle_gradients
 from hybridflow.engines.train.parallelize import parallelize, refuse_unsupported
 from hybridflow.engines.train.schedule import schedule
 from hybridflow.models.heads import Head, PackedModel, ValueModel
@@ -107,6 +107,7 @@ class FSDPEngine:
         parallelize(
             self._model,
             self._meshes,
+            self.dims,
             config=config,
             sharding=sharding,
             device_type=kind,
@@ -164,6 +165,7 @@ class FSDPEngine:
         for number, part in enumerate(parts):
             self._reduce_with_backward(number == len(parts) - 1)
             self._backward(rows.rows(part), loss, temperature, counts, sums)
+        settle_gradients(self._parameters.values())
         norm = gradient_norm(self._parameters.values())
         metrics = reduction.gather_metrics(sums, self.dims)
         finite = math.isfinite(float(norm)) and math.isfinite(metrics.get("loss", 0.0))

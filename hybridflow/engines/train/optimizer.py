@@ -24,11 +24,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], optim: OptimConfig) 
     if optim.lr < 0:
         raise ConfigError(f"optim.lr={optim.lr}: a learning rate is 0 or more")
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups = _groups(trained, optim.weight_decay)
     extra = dict(optim.override_optimizer_config)
     if optim.optimizer == "AdamW":
         arguments = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps, "fused": True, **extra}
@@ -42,10 +38,29 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], optim: OptimConfig) 
         raise ConfigError(f"optim.override_optimizer_config does not fit {optim.optimizer}: {error}") from error
 
 
+def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups by decay and mesh: a fused step cannot take tensors of several meshes at once."""
+    found: dict[tuple[bool, int], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = hash(parameter.device_mesh) if isinstance(parameter, DTensor) else 0
+        found.setdefault((parameter.ndim < 2, mesh), []).append(parameter)
+    return [
+        {"params": held, "weight_decay": 0.0 if spared else weight_decay} for (spared, _), held in sorted(found.items())
+    ]
+
+
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's blocks of all gradients that exist."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+
+
+def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Sums what tensor parallelism left unsummed (norm weights see only their rank's tokens). Collective."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

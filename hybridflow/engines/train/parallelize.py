@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.engines.train.mesh import Meshes
+from hybridflow.engines.train.tensor_parallel import check_heads, tensor_parallel
 from hybridflow.models.heads import PackedModel
 from hybridflow.models.load import dtype_of
 from hybridflow.topology.parallel import ParallelDims
@@ -26,9 +27,8 @@ def refuse_unsupported(dims: ParallelDims, model: ModelConfig, sharding: FSDPCon
     """Raises ConfigError for what this engine does not do, before anything is built."""
     if dtype_of(sharding.mixed_precision.param_dtype) == torch.float16:
         raise ConfigError("mixed_precision.param_dtype=fp16 needs loss scaling, which is not supported: use bf16")
-    for axis in ("pp", "sp", "tp"):
-        if dims.degrees[axis] > 1:
-            raise ConfigError(f"the training engine does not support {axis}={dims.degrees[axis]} yet: use 1")
+    if dims.pp > 1:
+        raise ConfigError(f"the training engine does not support pp={dims.pp} yet: use 1")
     if model.lora_rank > 0:
         raise ConfigError("model.lora_rank > 0: adapters are not supported by the training engine yet")
     if model.use_liger:
@@ -40,16 +40,24 @@ def refuse_unsupported(dims: ParallelDims, model: ModelConfig, sharding: FSDPCon
 def parallelize(
     model: PackedModel,
     meshes: Meshes,
+    dims: ParallelDims,
     *,
     config: ModelConfig,
     sharding: FSDPConfig,
     device_type: str,
     row_parallel_shard_dim1: bool,
 ) -> None:
-    """Applies, in place: activation checkpointing, then sharding.
+    """Applies, in place: tensor parallelism, sequence parallelism, activation checkpointing, then sharding.
 
-    Checkpointing comes first, so that a layer is gathered once more for its recomputation, together with its backward.
+    FSDP comes last: it shards what tensor parallelism left on this rank, and gathers a checkpointed layer once more for
+    its recomputation, together with its backward.
     """
+    if dims.tp * dims.sp > 1:
+        check_heads(model.net.config, dims.tp, dims.sp)
+        model.token_multiple = dims.tp * dims.sp
+    if meshes.tp is not None:
+        tensor_parallel(model, meshes.tp)
+    model.sequence_group = meshes.sp
     if config.enable_gradient_checkpointing:
         model.net.base_model.gradient_checkpointing_enable({"use_reentrant": False})
     if meshes.fsdp is not None:

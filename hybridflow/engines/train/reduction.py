@@ -25,25 +25,25 @@ def cut_rounds(tokens: Sequence[int], micro: MicroBatching, *, dims: ParallelDim
 
     Args:
         tokens: tokens of this rank's rows.
-        micro: the budget; ``max_tokens`` is per device, so sp ranks together take sp times as much.
+        micro: the budget of one data-parallel coordinate.
 
     Raises:
         ConfigError: when neither budget nor count is given.
     """
     if (micro.max_tokens is None) == (micro.max_rows is None):
         raise ConfigError(f"micro-batches are cut by a token budget or by a row count: give one of both, got {micro}")
-    own = _cut(tokens, micro, dims.sp, at_least=1)
+    own = _cut(tokens, micro, at_least=1)
     rounds = max(1, reduce_max(len(own), dims, device))
-    even = _cut(tokens, micro, dims.sp, at_least=rounds)
+    even = _cut(tokens, micro, at_least=rounds)
     parts = even if len(even) <= rounds else own
     return parts + [[] for _ in range(rounds - len(parts))]
 
 
-def _cut(tokens: Sequence[int], micro: MicroBatching, sp: int, *, at_least: int) -> list[list[int]]:
+def _cut(tokens: Sequence[int], micro: MicroBatching, *, at_least: int) -> list[list[int]]:
     if not tokens:
         return []
     if micro.max_tokens is not None:
-        return micro_batches(tokens, micro.max_tokens * sp, at_least=at_least)
+        return micro_batches(tokens, micro.max_tokens, at_least=at_least)
     assert micro.max_rows is not None
     return count_batches(len(tokens), micro.max_rows, at_least=at_least)
 
