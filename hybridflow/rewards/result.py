@@ -61,8 +61,6 @@ def _number(value: Any) -> float:
 
 def _plain(value: Any) -> Any:
     """Python's own number for a foreign scalar (numpy, torch, jax: anything of one element with ``item``)."""
-    if isinstance(value, numbers.Number | str | None):
-        return value.item() if hasattr(value, "item") else value
     if hasattr(value, "item") and hasattr(value, "shape") and math.prod(value.shape) == 1:
         return value.item()
     return value
