@@ -75,6 +75,8 @@ class PackedModel(nn.Module):
         """Whether this is the first pipeline stage."""
         self.last = True
         """Whether this is the last pipeline stage."""
+        self.renamed: Mapping[str, str] = {}
+        """Parameters whose tied twin lives on another pipeline stage: own name to Hugging Face name."""
         if head == "lm":
             _check_head(net)
 
@@ -160,7 +162,8 @@ class PackedModel(nn.Module):
 
     def hf_parameters(self) -> Mapping[str, nn.Parameter]:
         """Parameters by Hugging Face name, ties once."""
-        return {name.removeprefix(self.PREFIX): parameter for name, parameter in self.named_parameters()}
+        own = ((name.removeprefix(self.PREFIX), parameter) for name, parameter in self.named_parameters())
+        return {self.renamed.get(name, name): parameter for name, parameter in own}
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ HSDP = ParallelDims(dp_replicate=2, dp_shard=2)
 DDP = ParallelDims(dp_replicate=2)
 SP2, SP4, DP2_SP2 = ParallelDims(sp=2), ParallelDims(sp=4), ParallelDims(dp_shard=2, sp=2)
 TP2, DP2_TP2, SP2_TP2 = ParallelDims(tp=2), ParallelDims(dp_shard=2, tp=2), ParallelDims(sp=2, tp=2)
+PP2, PP2_DP2 = ParallelDims(pp=2), ParallelDims(pp=2, dp_shard=2)
+PP2_TP2, PP2_SP2 = ParallelDims(pp=2, tp=2), ParallelDims(pp=2, sp=2)
 CHECKPOINTED = {"enable_gradient_checkpointing": True}
 
 CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
@@ -69,6 +71,16 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
         False,
         {"dims": DP2_TP2, "head": "value", "rows": 4},
     ),
+    "qwen2 tied, pp 2": ("qwen2", True, {"dims": PP2}),
+    "llama untied critic, pp 2, checkpointed, row by row": (
+        "llama",
+        False,
+        {"dims": PP2, "head": "value", "model": CHECKPOINTED, "micro": ONE_BY_ONE},
+    ),
+    "qwen3 tied, pp 2 x dp 2, a rank without tokens": ("qwen3", True, {"dims": PP2_DP2, "rows": 4}),
+    "llama tied, pp 2 x tp 2, row by row": ("llama", True, {"dims": PP2_TP2, "micro": ONE_BY_ONE}),
+    "qwen2 untied, pp 2 x sp 2, one micro-batch": ("qwen2", False, {"dims": PP2_SP2, "micro": ALL}),
+    "qwen3 tied, pp 2 x dp 2 x tp 2": ("qwen3", True, {"dims": ParallelDims(pp=2, dp_shard=2, tp=2)}),
     "qwen2 tied, sp 2 x tp 2": ("qwen2", True, {"dims": SP2_TP2}),
 }
 

@@ -148,6 +148,8 @@ def assemble(ranks: list[dict[str, tuple[Any, tuple[int, ...], Tensor]]]) -> dic
     full: dict[str, Tensor] = {}
     for own in ranks:
         for name, (box, shape, local) in own.items():
+            if local.numel() == 0:
+                continue
             target = full.setdefault(name, torch.full(shape, float("nan")))
             target[tuple(slice(start, end) for start, end in box)] = local.float()
     for name, value in full.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,8 @@ def save_hf(
     parameters: Mapping[str, Tensor],
     config: Any,
     *,
+    names: Sequence[str],
+    stages: dist.ProcessGroup | None,
     source: str,
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -115,9 +117,8 @@ def save_hf(
     size = total = 0
     if rank == 0:
         target.mkdir(parents=True, exist_ok=True)
-    for name, parameter in parameters.items():
-        full = parameter.detach()
-        full = full.full_tensor() if isinstance(full, DTensor) else full
+    for name in names:
+        full = _whole(parameters.get(name), stages)
         if rank != 0:
             continue
         full = full.to("cpu", dtype or full.dtype, copy=True).contiguous()
@@ -133,6 +134,26 @@ def save_hf(
         config.save_pretrained(target)
         _copy_beside(Path(source), target)
     _barrier()
+
+
+def _whole(parameter: Tensor | None, stages: dist.ProcessGroup | None) -> Tensor:
+    """The full parameter on every rank; only the pipeline stages that hold it pass one."""
+    full = None
+    if parameter is not None:
+        held = parameter.detach()
+        full = held.full_tensor() if isinstance(held, DTensor) else held
+    if stages is None:
+        assert full is not None
+        return full
+    kinds: list[Any] = [None] * dist.get_world_size(stages)
+    dist.all_gather_object(
+        kinds, None if full is None else (tuple(full.shape), full.dtype, str(full.device.type)), group=stages
+    )
+    owner = next(stage for stage, kind in enumerate(kinds) if kind is not None)
+    shape, dtype, device = kinds[owner]
+    full = torch.empty(shape, dtype=dtype, device=device) if full is None else full
+    dist.broadcast(full, group=stages, group_src=owner)
+    return full
 
 
 def _write_piece(target: Path, number: int, piece: Mapping[str, Tensor]) -> list[str]:

@@ -8,7 +8,7 @@ gradients once with the last, agree on loss, norm and metrics, clip, step. Losse
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,16 @@ from hybridflow.engines.train.base import MicroBatching, Shard
 from hybridflow.engines.train.mesh import meshes
 from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_norm, settle_gradients
 from hybridflow.engines.train.parallelize import parallelize, refuse_unsupported
+from hybridflow.engines.train.pipeline import Pipeline
 from hybridflow.engines.train.schedule import schedule
 from hybridflow.models.heads import Head, PackedModel, ValueModel
 from hybridflow.models.load import box_of, dtype_of, empty_causal_lm, fill, local_of, materialise, tied_names
-from hybridflow.models.packing import pack, row_tokens
+from hybridflow.models.packing import Packed, pack, row_tokens
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import ConfigError, EngineError
+
+EMBEDDING = "model.embed_tokens.weight"
+"""The parameter that may be tied to the output layer."""
 
 
 class FSDPEngine:
@@ -104,6 +108,7 @@ class FSDPEngine:
             name.removeprefix(PackedModel.PREFIX): tuple(other.removeprefix(PackedModel.PREFIX) for other in others)
             for name, others in tied_names(self._model).items()
         }
+        self._tied_ends = EMBEDDING in aliases
         parallelize(
             self._model,
             self._meshes,
@@ -123,8 +128,12 @@ class FSDPEngine:
             optional=head_names,
             shapes=self._shapes,
         )
-        if absent:
+        if absent and self._model.last:
             net.reset_head()
+        self._pipeline = None
+        if self._meshes.pp is not None:
+            dtype = dtype_of(sharding.mixed_precision.param_dtype)
+            self._pipeline = Pipeline(self._model, self.dims, self._meshes.pp, dtype, self._device)
 
     # -- forward and update -------------------------------------------------------------------------------------------
 
@@ -136,13 +145,22 @@ class FSDPEngine:
         width = rows["response_ids"].shape[1]
         found = {name: torch.zeros(len(rows), width, dtype=torch.float32) for name in needs}
         parts = reduction.cut_rounds(row_tokens(rows).tolist(), micro, dims=self.dims, device=self._device)
+        packs = [pack(rows.rows(part).to(self._device)) for part in parts]
         with torch.no_grad():
-            for part in parts:
-                outputs = self._outputs(rows.rows(part), needs, temperature)
-                for name in needs:
-                    found[name][part] = outputs[name].to("cpu")
+            for part, packed, read in zip(parts, packs, self._infer(packs, needs, temperature), strict=True):
+                for name, value in (read or {}).items():
+                    found[name][part] = packed.unpack(value).to("cpu")
+        if self._pipeline is not None:
+            self._pipeline.share(found)
         self._reshard()
         return found
+
+    def _infer(
+        self, packs: Sequence[Packed], needs: frozenset[str], temperature: float
+    ) -> Iterator[Mapping[str, Tensor] | None]:
+        if self._pipeline is not None:
+            return self._pipeline.infer(packs, needs, temperature)
+        return (self._model(packed, needs, temperature) for packed in packs)
 
     def update(
         self, rows: Batch, loss: Loss, *, temperature: float, micro: MicroBatching, counts: Counts
@@ -161,12 +179,21 @@ class FSDPEngine:
         self._model.train()
         self._optimizer.zero_grad(set_to_none=True)
         parts = reduction.cut_rounds(row_tokens(rows).tolist(), micro, dims=self.dims, device=self._device)
+        blocks = [rows.rows(part).to(self._device) for part in parts]
+        packs = [pack(block) for block in blocks]
         sums: dict[str, reduction.Part] = {}
-        for number, part in enumerate(parts):
-            self._reduce_with_backward(number == len(parts) - 1)
-            self._backward(rows.rows(part), loss, temperature, counts, sums)
-        settle_gradients(self._parameters.values())
-        norm = gradient_norm(self._parameters.values())
+
+        def loss_of(number: int, read: Mapping[str, Tensor]) -> Tensor:
+            outputs = {name: packs[number].unpack(value) for name, value in read.items()}
+            return self._scaled_loss(blocks[number], outputs, loss, counts, sums)
+
+        if self._pipeline is not None:
+            self._pipeline.train(packs, loss.needs, temperature, loss_of, self._reduce_with_backward)
+        else:
+            for number, packed in enumerate(packs):
+                self._reduce_with_backward(number == len(packs) - 1)
+                loss_of(number, self._model(packed, loss.needs, temperature)).backward()
+        norm = self._settled_norm()
         metrics = reduction.gather_metrics(sums, self.dims)
         finite = math.isfinite(float(norm)) and math.isfinite(metrics.get("loss", 0.0))
         step = finite and counts.tokens > 0
@@ -177,24 +204,34 @@ class FSDPEngine:
         self._reshard()
         return {**metrics, "grad/norm": float(norm), "grad/skipped": 0.0 if step else 1.0, "lr": self._rate()}
 
-    def _backward(
-        self, rows: Batch, loss: Loss, temperature: float, counts: Counts, sums: dict[str, reduction.Part]
-    ) -> None:
-        rows = rows.to(self._device)
-        outputs = self._outputs(rows, loss.needs, temperature)
+    def _scaled_loss(
+        self,
+        rows: Batch,
+        outputs: Mapping[str, Tensor],
+        loss: Loss,
+        counts: Counts,
+        sums: dict[str, reduction.Part],
+    ) -> Tensor:
+        """The loss of a micro-batch times the ranks over which FSDP averages; metrics go into ``sums``."""
         if len(rows) == 0:
             # Another rank still has rows: join its collectives with a gradient of zero.
-            total = torch.stack([value.sum() for value in outputs.values()]).sum()
-        else:
-            total, metrics = loss(Outputs(**outputs), rows, counts)
-            reduction.add_metrics(sums, metrics)
-            reduction.add_metrics(sums, {"loss": reduction.summed(total)})
-        (total * self._meshes.reduced_over).backward()
+            return torch.stack([value.sum() for value in outputs.values()]).sum()
+        total, metrics = loss(Outputs(**outputs), rows, counts)
+        reduction.add_metrics(sums, metrics)
+        reduction.add_metrics(sums, {"loss": reduction.summed(total)})
+        return total * self._meshes.reduced_over
 
-    def _outputs(self, rows: Batch, needs: frozenset[str], temperature: float) -> dict[str, Tensor]:
-        packed = pack(rows.to(self._device))
-        read = self._model(packed, needs, temperature)
-        return {name: packed.unpack(value) for name, value in read.items()}
+    def _settled_norm(self) -> Tensor:
+        """Finishes the gradient's reduction and returns its global norm. Collective."""
+        settle_gradients(self._parameters.values())
+        counted = dict(self._parameters)
+        if self._pipeline is not None and self._tied_ends:
+            grad = self._parameters[EMBEDDING].grad if EMBEDDING in self._parameters else None
+            if grad is not None:
+                self._pipeline.sum_tied(local_of(grad))
+            if not self._model.first:
+                counted.pop(EMBEDDING, None)
+        return gradient_norm(counted.values(), self._meshes.pp)
 
     def counts(self, rows: Batch) -> Counts:
         """Counts of a mini-batch summed over data-parallel ranks. Collective."""
@@ -235,10 +272,16 @@ class FSDPEngine:
     def shards(self) -> Sequence[Shard]:
         """This rank's blocks of all parameters, in one order on all ranks; buffers excluded, ties once."""
         self._reshard()
-        return [
-            Shard(name, local_of(parameter), box_of(parameter, self._shapes[name]), self._shapes[name])
-            for name, parameter in self._model.hf_parameters().items()
-        ]
+        own = self._model.hf_parameters()
+        found = []
+        for name, shape in self._shapes.items():
+            if name in own:
+                found.append(Shard(name, local_of(own[name]), box_of(own[name], shape), shape))
+            else:
+                # On another pipeline stage: an empty block keeps the order equal on all ranks.
+                nothing = torch.empty((0,) * len(shape), dtype=dtype_of(self._sharding.model_dtype))
+                found.append(Shard(name, nothing, ((0, 0),) * len(shape), shape))
+        return found
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Full shape by Hugging Face name, in the order of ``shards``."""
@@ -295,6 +338,8 @@ class FSDPEngine:
             folder,
             self._parameters,
             config,
+            names=list(self._shapes),
+            stages=self._meshes.pp,
             source=self._config.path,
             dtype=None if dtype is None else dtype_of(dtype),
         )

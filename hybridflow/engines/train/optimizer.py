@@ -63,8 +63,10 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def gradient_norm(parameters: Iterable[nn.Parameter], stages: dist.ProcessGroup | None = None) -> Tensor:
     """The 2-norm of the whole gradient, a scalar equal on all ranks. Collective over every mesh in use.
+
+    ``stages`` is the pipeline's group: its ranks hold different parameters.
 
     Blocks are grouped by the mesh axes they are cut along: norms and matrices may live on different meshes, and a block
     that several ranks hold (HSDP replicas) must count once.
@@ -92,6 +94,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         for group in cut:
             dist.all_reduce(squares, group=group)
         total = total + squares
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
     return total.sqrt()
 
 

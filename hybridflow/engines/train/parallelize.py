@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.engines.train.mesh import Meshes
+from hybridflow.engines.train.pipeline import cut_stage
 from hybridflow.engines.train.tensor_parallel import check_heads, tensor_parallel
 from hybridflow.models.heads import PackedModel
 from hybridflow.models.load import dtype_of
@@ -27,8 +28,6 @@ def refuse_unsupported(dims: ParallelDims, model: ModelConfig, sharding: FSDPCon
     """Raises ConfigError for what this engine does not do, before anything is built."""
     if dtype_of(sharding.mixed_precision.param_dtype) == torch.float16:
         raise ConfigError("mixed_precision.param_dtype=fp16 needs loss scaling, which is not supported: use bf16")
-    if dims.pp > 1:
-        raise ConfigError(f"the training engine does not support pp={dims.pp} yet: use 1")
     if model.lora_rank > 0:
         raise ConfigError("model.lora_rank > 0: adapters are not supported by the training engine yet")
     if model.use_liger:
@@ -47,11 +46,13 @@ def parallelize(
     device_type: str,
     row_parallel_shard_dim1: bool,
 ) -> None:
-    """Applies, in place: tensor parallelism, sequence parallelism, activation checkpointing, then sharding.
+    """Applies, in place: the pipeline cut, tensor and sequence parallelism, activation checkpointing, then sharding.
 
     FSDP comes last: it shards what tensor parallelism left on this rank, and gathers a checkpointed layer once more for
     its recomputation, together with its backward.
     """
+    if dims.pp > 1:
+        cut_stage(model, dims.coordinates(meshes.rank)["pp"], dims.pp)
     if dims.tp * dims.sp > 1:
         check_heads(model.net.config, dims.tp, dims.sp)
         model.token_multiple = dims.tp * dims.sp
@@ -74,9 +75,11 @@ def _shard(
     common: dict[str, Any] = {"mesh": meshes.fsdp, "shard_placement_fn": placement, "offload_policy": offload}
     policy = mixed_precision(sharding)
     blocks = model.blocks()
+    # Under a pipeline several forwards run before a backward: gathering for each would move the weights many times.
+    reshard = sharding.reshard_after_forward and model.first and model.last
     for block in blocks:
-        fully_shard(block, reshard_after_forward=sharding.reshard_after_forward, mp_policy=policy, **common)
-    if model.head == "value":
+        fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, **common)
+    if model.head == "value" and model.last:
         # Values are regressed: bf16 has three significant digits, too few for returns.
         whole = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         fully_shard(model.net.score, reshard_after_forward=False, mp_policy=whole, **common)
