@@ -11,6 +11,7 @@ from hybridflow.config.keys import answer
 from hybridflow.config.load import nearest_key
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.tree import leaf_names, leaves
+from hybridflow.config.unread import is_unread
 from hybridflow.config.verl_keys import VERL_KEYS
 
 MADE_BY = "<!-- Made by `python -m hybridflow.config_keys --write docs/reference`; do not edit. -->\n"
@@ -86,7 +87,8 @@ def configuration_page() -> str:
             section = above
             lines += [f"\n## {section}\n", "| key | type | default | |", "|---|---|---|---|"]
         kind = leaf.type + (f"; {leaf.allowed}" if leaf.allowed else "")
-        lines.append(f"| `{leaf.key}` | {_cell(kind)} | `{leaf.default}` | {_cell(leaf.doc)} |")
+        unread = " *(no effect yet)*" if is_unread(leaf.key) else ""
+        lines.append(f"| `{leaf.key}` | {_cell(kind)} | `{leaf.default}` | {_cell(leaf.doc)}{unread} |")
     return "\n".join(lines) + "\n"
 
 

@@ -182,7 +182,7 @@ class RolloutConfig(Section):
     name: Annotated[str, OneOf(ROLLOUT_ENGINES)] = "vllm"
     """vllm or hf."""
     mode: Annotated[str, OneOf(ROLLOUT_MODES)] = "sync"
-    """sync or async: how requests are driven (both own the engine's step loop)."""
+    """Kept for existing scripts: sync and async mean the same, an engine loop that we step ourselves."""
     n: PositiveInt = 8
     """Samples per prompt (G)."""
     do_sample: Annotated[bool, Only(True, "training samples; only val_kwargs may be greedy")] = True
@@ -252,7 +252,7 @@ class ActorRolloutRefConfig(Section):
     """Policy: model, actor, reference, rollout."""
 
     hybrid_engine: Annotated[bool, Only(True, "actor and rollout share their devices")] = True
-    """Actor and rollout share devices."""
+    """Kept for existing scripts: actor and rollout share devices."""
     nccl_timeout: PositiveInt = 600
     """Seconds of a collective's deadline."""
     model: ModelConfig = field(default_factory=ModelConfig)

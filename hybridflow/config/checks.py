@@ -42,10 +42,12 @@ def across(config: PPOConfig) -> Iterator[Problem]:
     yield from _credit(config)
     yield from _pools(config)
     yield from _batch_sizes(config)
-    yield from _layouts(config)
+    layouts = list(_layouts(config))
+    yield from layouts
     yield from _lengths(config)
     yield from _schedule(config)
-    yield from _not_yet(config)
+    said = {problem.key for problem in layouts}
+    yield from (problem for problem in _not_yet(config) if problem.key not in said)
 
 
 def _not_yet(config: PPOConfig) -> Iterator[Problem]:
@@ -269,7 +271,7 @@ def _layouts(config: PPOConfig) -> Iterator[Problem]:
     devices = _device_keys(config, "actor")
     key = f"{ROLLOUT}.tensor_model_parallel_size"
     if world % tp:
-        text = f"does not divide the {world} devices (trainer.nnodes x trainer.n_gpus_per_node)"
+        text = f"does not divide the number of devices, {world} (trainer.nnodes x trainer.n_gpus_per_node)"
         yield Problem(key=key, given=show(tp), text=text, fix=f"Use {divisor_near(world, tp)}.", reads=devices)
     elif rollout.data_parallel_size not in (1, world // tp):
         text = f"{world} devices with {key}={tp} make {world // tp} replicas"
@@ -310,7 +312,7 @@ def _training_layout(
         largest = max(degrees, key=lambda name: degrees[name])
         axis = next((name for name, degree in degrees.items() if world % degree), largest)
         product = " x ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
-        text = f"{product} does not divide the {world} devices of the {role}"
+        text = f"{product} does not divide the number of devices of the {role}, {world}"
         others = replica // degrees[axis]
         fix = f"Use {divisor_near(world // others, degrees[axis])}." if world % others == 0 else ""
         reads = (*devices, *_degree_keys(at))

@@ -94,7 +94,7 @@ class Only:
 
     def allowed(self) -> str:
         """What is allowed, in words."""
-        return f"only {show(self.value)}: {self.because}"
+        return f"{show(self.value)}: {self.because}"
 
     def fix(self, value: Any) -> str:
         """What to do about another value."""

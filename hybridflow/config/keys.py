@@ -15,6 +15,7 @@ from hybridflow.config.key_rules import RULES, Rule
 from hybridflow.config.problems import Problem, show
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.tree import defaults_tree, docstrings_by_key, leaf_names
+from hybridflow.config.unread import is_unread
 
 Path = tuple[str, ...]
 
@@ -38,7 +39,7 @@ def answer(key: str) -> Answer | None:
     leaf = _leaf_over(key)
     if leaf is None:
         return None
-    text = docstrings_by_key(PPOConfig)[leaf]
+    text = docstrings_by_key(PPOConfig)[leaf] + (" (no effect yet)" if is_unread(leaf) else "")
     return Answer(honoured=True, text=text if leaf == key else f"handed on as part of {leaf}: {text}")
 
 

@@ -32,7 +32,7 @@ def check_data(config: PPOConfig) -> Iterator[Finding]:
         whole = True
         for source in sources:
             if is_generated(source):
-                yield Finding(level="ok", what=key, text=f"{source} is generated")
+                yield _generated(config, source, key, held_out)
                 whole = False
                 continue
             finding, read = _read(config, source, key, held_out)
@@ -45,6 +45,18 @@ def check_data(config: PPOConfig) -> Iterator[Finding]:
 
 def _judged(config: PPOConfig) -> int:
     return max(JUDGED_ROWS, config.data.train_batch_size)
+
+
+def _generated(config: PPOConfig, source: str, key: str, held_out: bool) -> Finding:
+    """Whether the generator exists and takes its options; asked for one row."""
+    if source.startswith("reasoning_gym:") and importlib.util.find_spec("reasoning_gym") is None:
+        return Finding(level="ok", what=key, text=f"{source} is generated, by a package that is not judged here")
+    try:
+        read_sources((source,), config.data, seed=config.trainer.seed, held_out=held_out, limit=1)
+    except (ConfigError, DataError) as error:
+        fix = "Use builtin:arithmetic or reasoning_gym:TASK."
+        return Finding(level="error", what=key, text=str(error).rstrip("."), fix=fix)
+    return Finding(level="ok", what=key, text=f"{source} is generated")
 
 
 def _read(config: PPOConfig, source: str, key: str, held_out: bool) -> tuple[Finding, list[PromptRow]]:

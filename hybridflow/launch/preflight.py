@@ -7,6 +7,7 @@ first decides the exit code of a dry run, the second is fatal for a real run.
 from __future__ import annotations
 
 from hybridflow.config.root import PPOConfig
+from hybridflow.config.unread import set_without_effect
 from hybridflow.engines.rollout import environment as rollout_environment
 from hybridflow.engines.train import environment as train_environment
 from hybridflow.launch.dataflow import dataflow
@@ -145,4 +146,5 @@ def _notes(config: PPOConfig) -> tuple[str, ...]:
         found.append(
             f"actor_rollout_ref.rollout.n={rollout.n} (verl's default is 1): {estimator} needs one sample per prompt"
         )
+    found += [f"{setting} has no effect yet" for setting in set_without_effect(config)]
     return tuple(found)

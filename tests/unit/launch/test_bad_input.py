@@ -52,11 +52,11 @@ BAD = [
     ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1", f"Set {ROLLOUT}.n=8"),
     (["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1", "at least 2"),
     (["trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=3"],
-     f"{ROLLOUT}.tensor_model_parallel_size=3", "does not divide the 4 devices"),
+     f"{ROLLOUT}.tensor_model_parallel_size=3", "does not divide the number of devices, 4"),
     (["trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=8"],
      f"{ROLLOUT}.tensor_model_parallel_size", "Use one of 1, 2, 4"),
     (["trainer.n_gpus_per_node=4", f"{ACTOR}.ulysses_sequence_parallel_size=3"],
-     f"{ACTOR}.ulysses_sequence_parallel_size=3", "does not divide the 4 devices"),
+     f"{ACTOR}.ulysses_sequence_parallel_size=3", "number of devices"),
     ([f"{ACTOR}.ppo_mini_batch_size=128"], f"{ACTOR}.ppo_mini_batch_size=128", "exceed the data.train_batch_size=64"),
     ([f"{ACTOR}.ppo_mini_batch_size=24"], f"{ACTOR}.ppo_mini_batch_size=24", "Use 16."),
     (["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=48"], "critic.ppo_mini_batch_size=48", "Use 32."),
@@ -73,7 +73,7 @@ BAD = [
     ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature=0.0", "above 0"),
     ([f"{ROLLOUT}.temperature=-1"], f"{ROLLOUT}.temperature=-1.0", "above 0"),
     ([f"{ROLLOUT}.val_kwargs.temperature=-1"], f"{ROLLOUT}.val_kwargs.temperature=-1.0", "at least 0"),
-    ([f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p=0.9", "only 1"),
+    ([f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p=0.9", "must be 1"),
     ([f"{ROLLOUT}.top_k=50"], f"{ROLLOUT}.top_k=50", "at most 0"),
     (["algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"], "algorithm.use_kl_in_reward=True", "twice"),
     ([f"{ACTOR}.ppo_micro_batch_size=8"], f"{ACTOR}.ppo_micro_batch_size=8", "ppo_micro_batch_size_per_gpu"),
@@ -158,6 +158,14 @@ def test_a_parquet_file_that_lacks_a_column_names_it(tmp_path):
     pyarrow.parquet.write_table(pa.Table.from_pylist([row(prompt=None)] * 64), file)
     with pytest.raises(HybridFlowError, match=r"data\.train_files.*prompt"):
         judge(f"data.train_files={file}")
+
+
+@pytest.mark.parametrize(
+    "source", ["builtin:arithmetics", "reasoning_gym:chain_summ", "reasoning_gym:chain_sum?max_term=2"]
+)
+def test_a_generator_that_does_not_exist_is_an_error(source):
+    with pytest.raises(HybridFlowError, match=r"data\.train_files"):
+        judge(f"data.train_files='{source}'")
 
 
 def test_an_empty_file_and_one_that_cannot_fill_a_step_are_errors(tmp_path):

@@ -1,0 +1,65 @@
+"""Keys that are accepted though nothing reads them yet; setting one is answered with a note, never with silence.
+
+``tests/unit/config/test_unread.py`` finds every key without a reader and fails when it is not listed here. Whoever
+makes a key work removes its line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from hybridflow.config.problems import show
+from hybridflow.config.root import PPOConfig
+from hybridflow.config.tree import defaults_tree, leaf_names
+
+NOT_READ_YET = (
+    "data.dataloader_num_workers",
+    "*.optim.schedule_unit",
+    "*.param_offload",
+    "*.optimizer_offload",
+    "*.mixed_precision.buffer_dtype",
+    "*.use_torch_compile",
+    "*.checkpoint.save_contents",
+    "*.checkpoint.load_contents",
+    "*.checkpoint.async_save",
+    "*.model.lora_alpha",
+    "*.model.use_rslora",
+    "*.model.target_modules",
+    "*.model.exclude_modules",
+    "*.model.lora_adapter_path",
+    "algorithm.ptx_coef",
+    "algorithm.ptx_files",
+    "trainer.balance_batch",
+    "trainer.profile_steps",
+)
+"""Patterns of dotted keys; ``*`` stands for anything."""
+
+
+def is_unread(key: str) -> bool:
+    """Whether nothing reads ``key`` yet."""
+    return any(fnmatchcase(key, pattern) for pattern in NOT_READ_YET)
+
+
+def set_without_effect(config: PPOConfig) -> Iterator[str]:
+    """``key=value`` of every unread key that differs from its default."""
+    defaults = defaults_tree(PPOConfig)
+    for key in leaf_names(PPOConfig):
+        if not is_unread(key):
+            continue
+        value, default = _at(config, key), _at(defaults, key)
+        if value is not None and _plain(value) != default:
+            yield f"{key}={show(value)}"
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        if tree is None:
+            return None
+        tree = tree[name] if isinstance(tree, dict) else getattr(tree, name)
+    return tree
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
