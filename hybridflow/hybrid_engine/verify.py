@@ -3,7 +3,7 @@
 The checksum of a block is a sum over its elements, exact in integers modulo 2**64,
 
     sum_i bits(i) * weight(i),      bits: the element's bit pattern in the generator's dtype,
-                                    weight: a hash of its row-major index in the *full* parameter.
+                                    weight: the product of hashes of its coordinates in the *full* parameter.
 
 Sums over disjoint blocks add up, so each trainer rank sums its own blocks' overlap with every generator slice, one
 all-reduce makes the totals, and each generator rank compares its storage with them. Weights depend on position, so
@@ -24,28 +24,30 @@ from hybridflow.hybrid_engine.boxes import Box, extents, intersect, volume, with
 from hybridflow.hybrid_engine.plan import Slice
 
 _ELEMENTS_AT_ONCE = 1 << 18
-"""Elements hashed at once: bounds the int64 temporaries (2 MiB each)."""
+"""Elements summed at once: bounds the int64 temporaries (2 MiB each)."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd multipliers with well spread bits, as signed integers: the golden ratio and two constants of a 64-bit finaliser.
 _GOLDEN = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
+_SALT_DIM = 16
+"""A dim that no parameter has, for the hash that tells parameters apart."""
 
 
-def checksum(values: Tensor, box: Box, shape: Sequence[int], salt: int = 0) -> int:
-    """Checksum of ``values``, which hold ``box`` of a parameter of ``shape``; in [-2**63, 2**63).
+def checksum(values: Tensor, box: Box, salt: int = 0, dtype: torch.dtype | None = None) -> int:
+    """Checksum of ``values``, which hold ``box`` of a parameter; in [-2**63, 2**63).
 
     Equal for equal bits at equal positions; additive over disjoint boxes. ``salt`` tells parameters apart.
+    With a ``dtype``, the checksum of the values cast to it, cast chunk by chunk.
     """
-    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part, part_box in _chunks(values, box):
-        index = torch.full((), salt << 40, dtype=torch.int64, device=values.device)
-        for dim, (low, high) in enumerate(part_box):
-            along = torch.arange(low, high, dtype=torch.int64, device=values.device) * strides[dim]
-            index = index + along.view([-1 if at == dim else 1 for at in range(len(part_box))])
-        bits = part.contiguous().view(_INTEGERS[part.element_size()]).to(torch.int64)
-        total += (bits * _weights(index)).sum()
+        cast = part.to(dtype or part.dtype).contiguous()
+        sums = cast.view(_INTEGERS[cast.element_size()]).to(torch.int64)
+        for dim in reversed(range(len(part_box))):
+            sums = (sums * _hashes(part_box[dim], dim, values.device)).sum(-1)
+        total += sums
+    total *= int(_hashes((salt, salt + 1), _SALT_DIM, torch.device("cpu")))
     return int(total)
 
 
@@ -73,19 +75,18 @@ def checksums(
     owned = torch.zeros(len(entries), dtype=torch.int64)
     held = {}
     for index, piece in enumerate(slices):
-        shape = _full_shape(piece)
         block, dtype = piece.owned[rank], getattr(torch, piece.dtype)
         if volume(block) and piece.owned.index(block) == rank:
             assert block is not None
             for need in _distinct(piece.needed):
                 common = intersect(block, need)
                 if common is not None:
-                    values = sources[piece.name][within(common, block)].to(dtype)
-                    owned[entry_of[index, need]] = checksum(values, common, shape, salt=index)
+                    values = sources[piece.name][within(common, block)]
+                    owned[entry_of[index, need]] = checksum(values, common, salt=index, dtype=dtype)
         needed, target = piece.needed[rank], targets[index]
         if volume(needed) and target is not None:
             assert needed is not None
-            held[index] = entry_of[index, needed], checksum(target, needed, shape, salt=index)
+            held[index] = entry_of[index, needed], checksum(target, needed, salt=index)
     return Sums(entries, owned, held)
 
 
@@ -107,13 +108,15 @@ def differences(slices: Sequence[Slice], sums: Sums, *, rank: int, group: dist.P
 _MASK = (1 << 64) - 1
 
 
-def _weights(index: Tensor) -> Tensor:
-    """A hash of every index (int64, wrapping)."""
-    mixed = index * _GOLDEN
+def _hashes(span: tuple[int, int], dim: int, device: torch.device) -> Tensor:
+    """An odd hash of every coordinate of ``span`` on ``dim`` (int64, wrapping)."""
+    mixed = torch.arange(*span, dtype=torch.int64, device=device) + (dim << 48)
+    mixed *= _GOLDEN
     mixed ^= mixed >> 29
     mixed *= _MIX_1
     mixed ^= mixed >> 32
     mixed *= _MIX_2
+    mixed ^= mixed >> 31
     return mixed | 1
 
 
@@ -133,12 +136,6 @@ def _chunks(values: Tensor, box: Box) -> Iterator[tuple[Tensor, Box]]:
 def _distinct(table: Sequence[Box | None]) -> list[Box]:
     """Distinct boxes of a table, in order of rank."""
     return list(dict.fromkeys(box for box in table if volume(box) and box is not None))
-
-
-def _full_shape(piece: Slice) -> tuple[int, ...]:
-    """Shape that the owned boxes span."""
-    boxes = [box for box in piece.owned if box is not None]
-    return tuple(max(box[dim][1] for box in boxes) for dim in range(len(boxes[0])))
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -1,4 +1,4 @@
-"""Law: the real training engine's weights arrive in the real (transformers) generator, bit for bit, on 1 and 2 ranks."""
+"""Law: the training engine's weights arrive in the transformers generator, bit for bit, on 1 and 2 ranks."""
 
 from __future__ import annotations
 
