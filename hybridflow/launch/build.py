@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 from rich.console import Console
@@ -23,6 +24,7 @@ from hybridflow.launch.specs import ModelSource, worker_specs
 from hybridflow.roles.handles import (
     ActorHandle,
     CriticHandle,
+    Handle,
     ReferenceHandle,
     RewardHandle,
     RolloutHandle,
@@ -38,6 +40,8 @@ from hybridflow.trainer.tracking import build_trackers
 from hybridflow.utils import logging as run_logging
 
 logger = logging.getLogger(__name__)
+
+H = TypeVar("H", bound=Handle)
 
 TRAINERS: dict[str, type[PPOTrainer]] = {"remax": ReMaxTrainer}
 """Estimators whose dataflow differs from PPO's."""
@@ -89,7 +93,7 @@ def _assemble(config: PPOConfig, plan: RunPlan, start: StartUp, stack: ExitStack
     with start.phase("workers ready"):
         for group in groups.values():
             group.wait_ready()
-    roles = _roles(plan, groups)
+    roles = _roles(config, plan, groups)
     total_steps = plan.batch.steps(len(train))
     tracker = build_trackers(
         config.trainer.logger,
@@ -133,20 +137,30 @@ def _schedule_needs_length(config: PPOConfig) -> bool:
     return any(optim.lr_scheduler_type != "constant" or optim.lr_warmup_steps_ratio > 0 for optim in optims)
 
 
-def _roles(plan: RunPlan, groups: dict[str, WorkerGroup]) -> Roles:
-    played = {role.role: groups[role.pool] for role in plan.roles}
-    actor = ActorHandle(played["actor"], "actor")
-    critic = CriticHandle(played["critic"], "critic") if "critic" in played else None
+def _roles(config: PPOConfig, plan: RunPlan, groups: dict[str, WorkerGroup]) -> Roles:
+    played = {role.role: role for role in plan.roles}
+
+    def handle(kind: type[H], role: str, *, updates: bool = False) -> H:
+        where = played[role]
+        return kind(
+            groups[where.pool],
+            role,
+            balanced_over=where.dims.dp if config.trainer.balance_batch else 1,
+            block_rows=plan.batch.update(role).mini_batch_sequences if updates else None,
+        )
+
+    actor = handle(ActorHandle, "actor", updates=True)
+    critic = handle(CriticHandle, "critic", updates=True) if "critic" in played else None
     checkpointed: dict[str, Checkpointed] = {"actor": actor}
     if critic is not None:
         checkpointed["critic"] = critic
     return Roles(
         actor=actor,
-        rollout=RolloutHandle(played["rollout"], "rollout"),
+        rollout=handle(RolloutHandle, "rollout"),
         weights=WeightsHandle(groups[MAIN_POOL], "weights"),
-        reward=RewardHandle(played["reward"], "reward"),
+        reward=handle(RewardHandle, "reward"),
         critic=critic,
-        reference=ReferenceHandle(played["reference"], "reference") if "reference" in played else None,
+        reference=handle(ReferenceHandle, "reference") if "reference" in played else None,
         checkpointed=checkpointed,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hybridflow.batch.balance import balance, row_cost
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Mapped, Pending
 from hybridflow.dispatch.group import WorkerGroup
@@ -18,14 +19,43 @@ from hybridflow.roles.protocols import Metrics, SamplingMode
 
 
 class Handle:
-    """One role of one worker group."""
+    """One role of one worker group.
 
-    def __init__(self, group: WorkerGroup, role: str) -> None:
+    Args:
+        group: where its ranks are.
+        role: its name there.
+        balanced_over: data-parallel coordinates over which rows are balanced by cost; 1: rows go out in their order.
+        block_rows: rows of a mini-batch, each of which is balanced by itself; None: the whole batch at once.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, role: str, *, balanced_over: int = 1, block_rows: int | None = None
+    ) -> None:
         self._group = group
         self._role = role
+        self._parts = balanced_over
+        self._block_rows = block_rows
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
         return self._group.call(self._role, method, *args, **kwargs)
+
+    def _forward(self, method: str, batch: Batch) -> Pending[Batch]:
+        order = self._order(batch, len(batch))
+        if order is None:
+            return self._call(method, batch)
+        back = torch.argsort(order)
+        return Mapped(self._call(method, batch.rows(order)), lambda result: result.rows(back))
+
+    def _update(self, method: str, batch: Batch, step: int) -> Pending[Metrics]:
+        rows = numbered(batch)
+        order = self._order(batch, self._block_rows or len(batch))
+        return self._call(method, rows if order is None else rows.rows(order), total_rows=len(batch), step=step)
+
+    def _order(self, batch: Batch, block_rows: int) -> torch.Tensor | None:
+        if self._parts == 1:
+            return None
+        lengths = batch["prompt_length"] + batch["response_length"]
+        return balanced_order(lengths.tolist(), parts=self._parts, block_rows=block_rows)
 
     def save_checkpoint(self, folder: str) -> Pending[None]:
         """Writes the role's state into ``folder`` on every rank."""
@@ -49,7 +79,7 @@ class ActorHandle(Handle):
 
     def compute_log_prob(self, batch: Batch) -> Pending[Batch]:
         """See ``roles.protocols.Actor``."""
-        return self._call("compute_log_prob", batch)
+        return self._forward("compute_log_prob", batch)
 
     def compute_advantage(self, batch: Batch, *, kl_coef: float = 0.0) -> Pending[tuple[Batch, Metrics]]:
         """See ``roles.protocols.Actor``."""
@@ -57,7 +87,7 @@ class ActorHandle(Handle):
 
     def update_actor(self, batch: Batch, *, step: int) -> Pending[Metrics]:
         """See ``roles.protocols.Actor``."""
-        return self._call("update_actor", numbered(batch), total_rows=len(batch), step=step)
+        return self._update("update_actor", batch, step)
 
 
 class CriticHandle(Handle):
@@ -65,11 +95,11 @@ class CriticHandle(Handle):
 
     def compute_values(self, batch: Batch) -> Pending[Batch]:
         """See ``roles.protocols.Critic``."""
-        return self._call("compute_values", batch)
+        return self._forward("compute_values", batch)
 
     def update_critic(self, batch: Batch, *, step: int) -> Pending[Metrics]:
         """See ``roles.protocols.Critic``."""
-        return self._call("update_critic", numbered(batch), total_rows=len(batch), step=step)
+        return self._update("update_critic", batch, step)
 
 
 class ReferenceHandle(Handle):
@@ -77,7 +107,7 @@ class ReferenceHandle(Handle):
 
     def compute_ref_log_prob(self, batch: Batch) -> Pending[Batch]:
         """See ``roles.protocols.Reference``."""
-        return self._call("compute_ref_log_prob", batch)
+        return self._forward("compute_ref_log_prob", batch)
 
 
 class RewardHandle(Handle):
@@ -109,6 +139,23 @@ def combine_ranks(per_rank: Sequence[Metrics]) -> Metrics:
     bound = combined["publish/bound_bytes"]
     combined["publish/ratio_to_bound"] = combined["publish/bytes"] / bound if bound else 1.0
     return combined
+
+
+def balanced_order(lengths: Sequence[int], *, parts: int, block_rows: int) -> torch.Tensor | None:
+    """An order of rows in which ``parts`` consecutive chunks of equal count cost nearly the same, block by block.
+
+    Every block of ``block_rows`` rows gives each chunk equally many rows of equal cost (batch/balance.py), so each
+    mini-batch is balanced by itself. None where counts do not divide: rows then keep their order.
+    """
+    rows = len(lengths)
+    if rows % parts or block_rows % parts or rows % block_rows:
+        return None
+    chunks: list[list[int]] = [[] for _ in range(parts)]
+    for start in range(0, rows, block_rows):
+        costs = [row_cost(length) for length in lengths[start : start + block_rows]]
+        for chunk, group in zip(chunks, balance(costs, parts, equal_counts=True), strict=True):
+            chunk.extend(start + position for position in group)
+    return torch.tensor([row for chunk in chunks for row in chunk], dtype=torch.long)
 
 
 def numbered(batch: Batch) -> Batch:

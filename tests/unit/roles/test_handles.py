@@ -1,0 +1,42 @@
+"""Handles reorder rows for balance and put results back; which mini-batch a row is in never changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridflow.roles.handles import balanced_order, combine_ranks
+
+
+def test_each_rank_gets_one_long_row_and_equally_many_rows():
+    order = balanced_order([10, 1, 1, 1, 1, 1, 1, 10], parts=2, block_rows=8)
+    chunks = [set(chunk.tolist()) for chunk in order.chunk(2)]
+    assert len(chunks[0]) == len(chunks[1]) == 4
+    assert len({0, 7} & chunks[0]) == len({0, 7} & chunks[1]) == 1
+
+
+def test_every_mini_batch_is_spread_evenly_over_the_chunks():
+    lengths = torch.randint(1, 100, (32,), generator=torch.Generator().manual_seed(0)).tolist()
+    order = balanced_order(lengths, parts=4, block_rows=8)
+    assert sorted(order.tolist()) == list(range(32))
+    for chunk in order.chunk(4):
+        assert torch.bincount(chunk // 8).tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("rows", "parts", "block"), [(7, 2, 7), (8, 3, 8), (8, 2, 3), (8, 4, 6)])
+def test_counts_that_do_not_divide_keep_the_order(rows, parts, block):
+    assert balanced_order([1] * rows, parts=parts, block_rows=block) is None
+
+
+def test_transfer_metrics_add_bytes_take_the_slowest_rank_and_the_ratio_of_totals():
+    ranks = [
+        {"publish/bytes": 6.0, "publish/bound_bytes": 4.0, "publish/ratio_to_bound": 1.5, "publish/seconds": 1.0},
+        {"publish/bytes": 4.0, "publish/bound_bytes": 4.0, "publish/ratio_to_bound": 1.0, "publish/seconds": 3.0},
+    ]
+    found = combine_ranks(ranks)
+    assert found == {
+        "publish/bytes": 10.0,
+        "publish/bound_bytes": 8.0,
+        "publish/ratio_to_bound": 1.25,
+        "publish/seconds": 3.0,
+    }
