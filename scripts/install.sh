@@ -38,8 +38,12 @@ case " ${extras[*]:-} " in
   *) if nvidia-smi -L 2>/dev/null | grep -q GPU; then extras+=(gpu); else extras+=(cpu); fi ;;
 esac
 
+for extra in "${extras[@]}"; do # pip would only warn
+  grep -q "^$extra = \[" pyproject.toml || fail "no extra '$extra' in pyproject.toml"
+done
+
 # The stamp: what was installed (a hash of the files that decide it), then one extra a line.
-wanted=$({ pwd; cat pyproject.toml setup.py hybridflow/__init__.py; } | cksum | tr ' ' '-')
+wanted=$({ pwd; sed '/^\[tool\.ruff\]/,$d' pyproject.toml; cat setup.py hybridflow/__init__.py; } | cksum | tr ' ' '-')
 stamp=$venv/.hybridflow-stamp
 if [ -z "$force" ] && [ -x "$venv/bin/python" ] && [ "$(head -n 1 "$stamp" 2>/dev/null)" = "$wanted" ]; then
   missing=
@@ -65,9 +69,21 @@ fi
 list=$(printf '%s\n' "${extras[@]}" | sort -u | paste -sd, -)
 echo "install: hybridflow[$list] into $venv (the first time takes minutes: torch and vLLM are large)"
 rm -f "$stamp"
-pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install --quiet)
+pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install)
 [ -z "$index" ] || pip+=(--extra-index-url "$index")
-if ! "${pip[@]}" --editable ".[$list]"; then
+
+run_pip() { # on a terminal: pip's current line in place of hundreds; elsewhere: errors only
+  if [ -t 1 ]; then
+    "${pip[@]}" --progress-bar off "$@" |
+      while IFS= read -r line; do printf '\r\033[K  %.100s' "$line"; done
+    local code=${PIPESTATUS[0]}
+    printf '\r\033[K'
+    return "$code"
+  fi
+  "${pip[@]}" --quiet --quiet "$@"
+}
+
+if ! run_pip --editable ".[$list]"; then
   echo "install: pip failed (its message is above)." >&2
   case ",$list," in
     *,cpu,*)
