@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 17
 """Elements that are widened to float64 at a time."""
 
 
@@ -52,7 +52,7 @@ def masked_moments(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]
     the float64 copies stay small beside the input.
     """
     count = mask.sum()
-    blocks = list(_blocks(values, mask))
+    blocks = list(row_blocks(values, mask))
     total = sum((keep(part.double(), live).sum() for part, live in blocks), start=_zero(values))
     mean = total / count.clamp(min=1)
     squares = sum((keep(part.double() - mean, live).square().sum() for part, live in blocks), start=_zero(values))
@@ -71,7 +71,7 @@ def masked_whiten(
     mean, variance = masked_moments(values, mask)
     scale = torch.rsqrt(variance + epsilon)
     white = torch.empty_like(values)
-    for (part, live), out in zip(_blocks(values, mask), white.split(_block_rows(values)), strict=True):
+    for (part, live), out in zip(row_blocks(values, mask), white.split(_block_rows(values)), strict=True):
         centred = (part.double() - mean) * scale
         out.copy_(keep(centred if shift_mean else centred + mean, live))
     return white
@@ -81,7 +81,7 @@ def _has_spread(values: Tensor, mask: Tensor) -> bool:
     """Whether two masked positions differ; exact."""
     if values.numel() == 0:
         return False
-    parts = list(_blocks(values, mask))
+    parts = list(row_blocks(values, mask))
     highest = max(float(torch.where(live, part, -math.inf).amax()) for part, live in parts)
     lowest = min(float(torch.where(live, part, math.inf).amin()) for part, live in parts)
     return highest > lowest
@@ -91,7 +91,8 @@ def _block_rows(values: Tensor) -> int:
     return max(BLOCK_ELEMENTS // max(values[:1].numel(), 1), 1)
 
 
-def _blocks(values: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def row_blocks(values: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both tensors in blocks of rows that are small enough to be widened to float64 within a cache."""
     rows = _block_rows(values)
     return zip(values.split(rows), mask.split(rows), strict=True)
 

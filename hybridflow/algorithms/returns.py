@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hybridflow.algorithms.masking import keep
+from hybridflow.algorithms.masking import keep, row_blocks
 
-SCAN_COLUMNS = 64
-"""Columns that a scan transposes at a time: bounds its float64 copies."""
+SCAN_ROWS = 4096
+"""Rows that a scan works on at a time, as contiguous columns: bounds its copies, and long enough to be vectorised."""
 
 Credit = tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]
 """(advantages, returns)."""
@@ -17,7 +17,9 @@ Credit = tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]
 
 def outcome(token_rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
     """Sum of a row's rewards over its trainable tokens, float64."""
-    return keep(token_rewards, mask).sum(dim=1, dtype=torch.float64)
+    if not len(token_rewards):
+        return token_rewards.new_zeros(0, dtype=torch.float64)
+    return torch.cat([keep(part.double(), live).sum(dim=1) for part, live in row_blocks(token_rewards, mask)])
 
 
 def spread_over_tokens(
@@ -42,26 +44,39 @@ def generalized_advantages(
     positions are never read. Computed in float64, results in the dtype of ``token_rewards``. ``values=None`` stands
     for 0: with ``lam=1`` both results are then the discounted rewards to go.
     """
-    rows, width = token_rewards.shape
     advantages, returns = torch.empty_like(token_rewards), torch.empty_like(token_rewards)
-    carry = token_rewards.new_zeros(rows, dtype=torch.float64)
-    next_value = torch.zeros_like(carry)
-    for stop in range(width, 0, -SCAN_COLUMNS):
-        block = slice(max(stop - SCAN_COLUMNS, 0), stop)
-        live = mask[:, block].T.contiguous()
-        reward = keep(token_rewards[:, block].T.double(), live)
-        value = torch.zeros_like(reward) if values is None else keep(values[:, block].T.double(), live)
-        error = reward - value
-        scanned = torch.empty_like(reward)
-        for t in range(len(reward) - 1, -1, -1):
-            found = error[t] + gamma * (next_value + lam * carry)
-            carry = torch.where(live[t], found, carry)
-            next_value = torch.where(live[t], value[t], next_value)
-            scanned[t] = carry
-        scanned = keep(scanned, live)
-        advantages[:, block] = scanned.T.to(advantages.dtype)
-        returns[:, block] = (scanned + value).T.to(returns.dtype)
+    zero = token_rewards.new_zeros(())
+    for start in range(0, len(token_rewards), SCAN_ROWS):
+        rows = slice(start, start + SCAN_ROWS)
+        live, to_go = mask[rows], token_rewards[rows].T.contiguous()
+        gain = torch.empty_like(to_go)
+        value = zero.expand_as(to_go) if values is None else values[rows].T.contiguous()
+        _scan_back(to_go, gain, value, live.T.contiguous(), gamma, lam)
+        torch.where(live, gain.T.contiguous(), zero, out=advantages[rows])
+        torch.where(live, to_go.T.contiguous(), zero, out=returns[rows])
     return advantages, returns
+
+
+def _scan_back(
+    to_go: Float[Tensor, "T B"],
+    gain: Float[Tensor, "T B"],
+    value: Float[Tensor, "T B"],
+    live: Bool[Tensor, "T B"],
+    gamma: float,
+    lam: float,
+) -> None:
+    """Writes returns over the rewards in ``to_go`` and advantages into ``gain``; numbers at masked places are garbage.
+
+    One carried vector: what a token hands to the one before it, ``V + lam A``. A masked token hands on what it got.
+    """
+    beyond = to_go.new_zeros(to_go.shape[1], dtype=torch.float64)
+    steps = zip(to_go.unbind(), gain.unbind(), value.unbind(), live.unbind(), strict=True)
+    for rewards_then_returns, advantages, values, alive in reversed(list(steps)):
+        target = torch.add(rewards_then_returns, beyond, alpha=gamma)
+        advantage = target - values
+        rewards_then_returns.copy_(target)
+        advantages.copy_(advantage)
+        beyond = torch.where(alive, torch.add(values, advantage, alpha=lam), beyond)
 
 
 def rewards_to_go(

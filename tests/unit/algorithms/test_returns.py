@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.algorithms.returns import SCAN_COLUMNS, generalized_advantages, outcome, rewards_to_go
+from hybridflow.algorithms import returns as scans
+from hybridflow.algorithms.returns import generalized_advantages, outcome, rewards_to_go
 from tests.unit.algorithms.cases import case, lists, padded
 
 
@@ -80,12 +81,28 @@ def test_the_scan_equals_the_definition_on_compacted_rows(gamma: float, lam: flo
     torch.testing.assert_close(returns, torch.where(work.mask, expected + work.values, 0.0), atol=1e-12, rtol=0)
 
 
-def test_a_row_longer_than_a_scan_block_carries_over() -> None:
-    width = 2 * SCAN_COLUMNS + 3
-    rewards = torch.zeros(1, width, dtype=torch.float64)
+def test_rows_beyond_one_scan_block_are_scanned_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = case()
+    call = dict(token_rewards=work.rewards, values=work.values, mask=work.mask, gamma=0.9, lam=0.8)
+    whole = generalized_advantages(**call)
+    monkeypatch.setattr(scans, "SCAN_ROWS", 3)
+    for one, other in zip(whole, generalized_advantages(**call), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_long_row_carries_its_reward_to_the_first_token() -> None:
+    rewards = torch.zeros(1, 131, dtype=torch.float64)
     rewards[0, -1] = 1.0
-    found = rewards_to_go(token_rewards=rewards, mask=torch.ones(1, width, dtype=torch.bool), gamma=0.99)
-    assert found[0].tolist() == pytest.approx([0.99 ** (width - 1 - t) for t in range(width)])
+    found = rewards_to_go(token_rewards=rewards, mask=torch.ones(1, 131, dtype=torch.bool), gamma=0.99)
+    assert found[0].tolist() == pytest.approx([0.99 ** (130 - t) for t in range(131)])
+
+
+def test_float32_columns_are_scanned_in_float64() -> None:
+    """Values near 1e4 with advantages near 1e-3: a float32 scan would lose them."""
+    rewards, values = torch.full((1, 50), 1e-3), torch.full((1, 50), 1e4)
+    mask = torch.ones(1, 50, dtype=torch.bool)
+    found, _ = generalized_advantages(token_rewards=rewards, values=values, mask=mask, gamma=1.0, lam=0.0)
+    assert found[0, :-1].tolist() == pytest.approx([1e-3] * 49, rel=1e-6)
 
 
 def test_an_empty_response_block_is_handled() -> None:
