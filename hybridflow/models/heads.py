@@ -162,8 +162,19 @@ class PackedModel(nn.Module):
 
     def hf_parameters(self) -> Mapping[str, nn.Parameter]:
         """Parameters by Hugging Face name, ties once."""
-        own = ((name.removeprefix(self.PREFIX), parameter) for name, parameter in self.named_parameters())
+        own = ((hf_name(name), parameter) for name, parameter in self.named_parameters())
         return {self.renamed.get(name, name): parameter for name, parameter in own}
+
+
+def hf_name(name: str) -> str:
+    """The Hugging Face name of a parameter of ``PackedModel``; adapters as PEFT writes them to disk."""
+    name = name.removeprefix(PackedModel.PREFIX).replace(".base_layer.", ".")
+    return name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
+
+
+def adapter_name(name: str) -> bool:
+    """Whether a parameter of this name belongs to a LoRA adapter."""
+    return ".lora_A." in name or ".lora_B." in name
 
 
 def _plain(tensor: Tensor) -> Tensor:

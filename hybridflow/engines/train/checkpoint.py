@@ -136,6 +136,41 @@ def save_hf(
     _barrier()
 
 
+def with_local(parameter: Tensor, local: Tensor | None) -> Tensor:
+    """A tensor placed like ``parameter`` whose block on this rank is ``local``; None: the parameter itself."""
+    if local is None:
+        return parameter
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def save_adapters(
+    folder: str,
+    parameters: Mapping[str, Tensor],
+    config: str,
+    *,
+    names: Sequence[str],
+    stages: dist.ProcessGroup | None,
+) -> None:
+    """Writes a PEFT adapter folder. Collective."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    whole = {f"base_model.model.{name}": _whole(parameters.get(name), stages) for name in names}
+    if rank == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        held = {name: value.to("cpu", copy=True).contiguous() for name, value in whole.items()}
+        save_file(held, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+        (Path(folder) / "adapter_config.json").write_text(config)
+    _barrier()
+
+
 def _whole(parameter: Tensor | None, stages: dist.ProcessGroup | None) -> Tensor:
     """The full parameter on every rank; only the pipeline stages that hold it pass one."""
     full = None

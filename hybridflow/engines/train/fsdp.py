@@ -25,12 +25,14 @@ from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_n
 from hybridflow.engines.train.parallelize import parallelize, refuse_unsupported
 from hybridflow.engines.train.pipeline import Pipeline
 from hybridflow.engines.train.schedule import schedule
-from hybridflow.models.heads import Head, PackedModel, ValueModel
+from hybridflow.models.heads import Head, PackedModel, ValueModel, adapter_name, hf_name
 from hybridflow.models.load import box_of, dtype_of, empty_causal_lm, fill, local_of, materialise, tied_names
 from hybridflow.models.packing import Packed, pack, row_tokens
 from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils import optional
 from hybridflow.utils.errors import ConfigError, EngineError
 
+LORA = "hybridflow.models.lora"
 EMBEDDING = "model.embed_tokens.weight"
 """The parameter that may be tied to the output layer."""
 
@@ -82,7 +84,7 @@ class FSDPEngine:
         kind = device.partition(":")[0]
         self._meshes = meshes(dims, kind, shard_order, always_fsdp=always_fsdp)
         torch.manual_seed(seed)
-        self._build(model, head, sharding, kind, row_parallel_shard_dim1, trains=optim is not None)
+        self._build(model, head, sharding, kind, row_parallel_shard_dim1, seed, trains=optim is not None)
         self._done = 0
         self._optim = optim
         self._schedule = None if optim is None else schedule(optim, total_steps)
@@ -90,7 +92,15 @@ class FSDPEngine:
         self._apply_rate()
 
     def _build(
-        self, config: ModelConfig, head: Head, sharding: FSDPConfig, kind: str, shard_dim1: bool, *, trains: bool
+        self,
+        config: ModelConfig,
+        head: Head,
+        sharding: FSDPConfig,
+        kind: str,
+        shard_dim1: bool,
+        seed: int,
+        *,
+        trains: bool,
     ) -> None:
         net: Any = empty_causal_lm(
             config.path,
@@ -102,11 +112,14 @@ class FSDPEngine:
             net = ValueModel(net)
         self._model = PackedModel(net, head)
         self._model.requires_grad_(trains)
-        named = self._model.hf_parameters()
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        self._adapted = trains and config.lora_rank > 0
+        if self._adapted:
+            optional.load(f"{LORA}:add_adapters")(self._model, config)
+        every = {name: tuple(parameter.shape) for name, parameter in self._model.hf_parameters().items()}
+        self._shapes = {name: shape for name, shape in every.items() if not adapter_name(name)}
+        self._adapter_shapes = {name: shape for name, shape in every.items() if adapter_name(name)}
         aliases = {
-            name.removeprefix(PackedModel.PREFIX): tuple(other.removeprefix(PackedModel.PREFIX) for other in others)
-            for name, others in tied_names(self._model).items()
+            hf_name(name): tuple(hf_name(other) for other in others) for name, others in tied_names(self._model).items()
         }
         self._tied_ends = EMBEDDING in aliases
         parallelize(
@@ -122,7 +135,7 @@ class FSDPEngine:
         self._parameters = self._model.hf_parameters()
         head_names = [name for name in self._shapes if name.startswith("score.")] if head == "value" else []
         absent = fill(
-            self._parameters,
+            {name: parameter for name, parameter in self._parameters.items() if name in self._shapes},
             config.path,
             aliases=aliases,
             optional=head_names,
@@ -130,12 +143,34 @@ class FSDPEngine:
         )
         if absent and self._model.last:
             net.reset_head()
+        if self._adapted:
+            self._fill_adapters(config, seed)
         self._pipeline = None
         if self._meshes.pp is not None:
             dtype = dtype_of(sharding.mixed_precision.param_dtype)
             self._pipeline = Pipeline(self._model, self.dims, self._meshes.pp, dtype, self._device)
 
+    def _fill_adapters(self, config: ModelConfig, seed: int) -> None:
+        if config.lora_adapter_path is not None:
+            load = optional.load(f"{LORA}:load_adapters")
+            load(self._parameters, self._adapter_shapes, config.lora_adapter_path)
+        else:
+            optional.load(f"{LORA}:start_adapters")(self._parameters, self._adapter_shapes, seed)
+
     # -- forward and update -------------------------------------------------------------------------------------------
+
+    def forward_without_adapters(
+        self, rows: Batch, needs: frozenset[str], *, temperature: float, micro: MicroBatching
+    ) -> dict[str, Tensor]:
+        """``forward`` of the frozen base: with LoRA, the reference policy. Collective.
+
+        Raises:
+            EngineError: when the engine has no adapters.
+        """
+        if not self._adapted:
+            raise EngineError("this engine trains all weights: it holds no reference policy")
+        with optional.load(f"{LORA}:AdaptersOff")(self._model):
+            return self.forward(rows, needs, temperature=temperature, micro=micro)
 
     def forward(
         self, rows: Batch, needs: frozenset[str], *, temperature: float, micro: MicroBatching
@@ -270,18 +305,28 @@ class FSDPEngine:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def shards(self) -> Sequence[Shard]:
-        """This rank's blocks of all parameters, in one order on all ranks; buffers excluded, ties once."""
+        """This rank's blocks of all parameters, in one order on all ranks; buffers excluded, ties once.
+
+        With LoRA the blocks of adapted weights are copies with the adapters added in, and the call is collective.
+        """
         self._reshard()
         own = self._model.hf_parameters()
+        merged = self._merged()
         found = []
         for name, shape in self._shapes.items():
             if name in own:
-                found.append(Shard(name, local_of(own[name]), box_of(own[name], shape), shape))
+                local = merged[name] if name in merged else local_of(own[name])
+                found.append(Shard(name, local, box_of(own[name], shape), shape))
             else:
                 # On another pipeline stage: an empty block keeps the order equal on all ranks.
                 nothing = torch.empty((0,) * len(shape), dtype=dtype_of(self._sharding.model_dtype))
                 found.append(Shard(name, nothing, ((0, 0),) * len(shape), shape))
         return found
+
+    def _merged(self) -> Mapping[str, Tensor]:
+        if not self._adapted:
+            return {}
+        return optional.load(f"{LORA}:merged_blocks")(self._model, self._parameters)
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Full shape by Hugging Face name, in the order of ``shards``."""
@@ -318,12 +363,18 @@ class FSDPEngine:
     def save(self, folder: str) -> None:
         """Writes this role's model, optimizer and schedule into ``folder``. Collective."""
         self._reshard()
-        checkpoint.save_state(folder, self._parameters, self._optimizer, {"schedule_done": self._done})
+        checkpoint.save_state(folder, self._trained(), self._optimizer, {"schedule_done": self._done})
+
+    def _trained(self) -> Mapping[str, torch.nn.Parameter]:
+        """What a checkpoint holds: all weights, or with LoRA the trained ones."""
+        if not self._adapted:
+            return self._parameters
+        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     def load(self, folder: str) -> None:
         """Restores what ``save`` wrote, at any layout. Collective."""
         self._reshard()
-        extra = checkpoint.load_state(folder, self._parameters, self._optimizer)
+        extra = checkpoint.load_state(folder, self._trained(), self._optimizer)
         self._done = int(extra["schedule_done"])
         self._apply_rate()
 
@@ -333,13 +384,30 @@ class FSDPEngine:
         Collective.
         """
         self._reshard()
-        config = self._model.net.config
+        merged = self._merged()
         checkpoint.save_hf(
             folder,
-            self._parameters,
-            config,
+            {name: checkpoint.with_local(parameter, merged.get(name)) for name, parameter in self._parameters.items()},
+            self._model.net.config,
             names=list(self._shapes),
             stages=self._meshes.pp,
             source=self._config.path,
             dtype=None if dtype is None else dtype_of(dtype),
+        )
+
+    def save_adapters(self, folder: str) -> None:
+        """Writes the adapters as PEFT does; ``model.lora_adapter_path`` and PEFT read them. Collective.
+
+        Raises:
+            EngineError: when the engine has no adapters.
+        """
+        if not self._adapted:
+            raise EngineError("this engine trains all weights: it has no adapters to save")
+        self._reshard()
+        checkpoint.save_adapters(
+            folder,
+            self._parameters,
+            optional.load(f"{LORA}:adapter_config")(self._model, self._config.path),
+            names=list(self._adapter_shapes),
+            stages=self._meshes.pp,
         )

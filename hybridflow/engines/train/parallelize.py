@@ -28,8 +28,8 @@ def refuse_unsupported(dims: ParallelDims, model: ModelConfig, sharding: FSDPCon
     """Raises ConfigError for what this engine does not do, before anything is built."""
     if dtype_of(sharding.mixed_precision.param_dtype) == torch.float16:
         raise ConfigError("mixed_precision.param_dtype=fp16 needs loss scaling, which is not supported: use bf16")
-    if model.lora_rank > 0:
-        raise ConfigError("model.lora_rank > 0: adapters are not supported by the training engine yet")
+    if model.lora_rank > 0 and dims.tp > 1:
+        raise ConfigError(f"model.lora_rank={model.lora_rank} with tensor parallel size {dims.tp} is not supported yet")
     if model.use_liger:
         raise ConfigError("model.use_liger: liger kernels are not supported by the training engine yet")
     if model.enable_activation_offload:

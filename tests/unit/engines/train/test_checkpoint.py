@@ -19,6 +19,7 @@ from tests.tiny import save_tiny_model
 ADAM = {"optimizer": "AdamW", "lr": 1e-2, "lr_scheduler_type": "linear", "lr_warmup_steps": 1}
 LONG = {"total_steps": 10}
 DP1, DP2 = ParallelDims(), ParallelDims(dp_shard=2)
+PP2_TP2 = ParallelDims(pp=2, tp=2)
 PERMUTED = {"shard_order": [0, 2, 1, 3], "row_parallel_shard_dim1": True, **LONG}
 
 
@@ -74,8 +75,19 @@ def test_resuming_equals_going_straight_on_bit_for_bit(folder: str, head: str, w
         (Case("", dims=DP2), Case("", dims=DP1)),
         (Case("", dims=DP2), Case("", dims=ParallelDims(dp_shard=4), engine=PERMUTED)),
         (Case("", dims=ParallelDims(dp_shard=4), engine=PERMUTED), Case("", dims=DP1)),
+        (Case("", dims=PP2_TP2), Case("", dims=DP2)),
+        (Case("", dims=DP1), Case("", dims=PP2_TP2)),
+        (Case("", dims=ParallelDims(dp_shard=2, tp=2)), Case("", dims=ParallelDims(dp_replicate=2, dp_shard=2))),
     ],
-    ids=["1 to 2", "2 to 1", "2 to 4 permuted", "4 permuted to 1"],
+    ids=[
+        "1 to 2",
+        "2 to 1",
+        "2 to 4 permuted",
+        "4 permuted to 1",
+        "pp 2 x tp 2 to dp 2",
+        "1 to pp 2 x tp 2",
+        "dp 2 x tp 2 to HSDP",
+    ],
 )
 def test_a_checkpoint_continues_at_another_layout(folder: str, before: Case, after: Case, tmp_path: Path) -> None:
     def complete(case: Case) -> Case:
@@ -91,9 +103,9 @@ def test_a_checkpoint_continues_at_another_layout(folder: str, before: Case, aft
         assert got["grad/norm"] == pytest.approx(want["grad/norm"], rel=1e-3)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_exported_model_loads_in_transformers(folder: str, world: int, tmp_path: Path) -> None:
-    case = Case(folder, dims=ParallelDims(dp_shard=world), optim=ADAM, engine=LONG)
+@pytest.mark.parametrize("dims", [DP1, DP2, PP2_TP2], ids=["1", "dp 2", "pp 2 x tp 2"])
+def test_an_exported_model_loads_in_transformers(folder: str, dims: ParallelDims, tmp_path: Path) -> None:
+    case = Case(folder, dims=dims, optim=ADAM, engine=LONG)
     ranks = run(case, None, 1, None, str(tmp_path / "hf"))
     full = assemble([rank["blocks"] for rank in ranks])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)

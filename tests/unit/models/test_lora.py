@@ -1,0 +1,117 @@
+"""LoRA: against PEFT's own model, at several layouts, and the frozen base as reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils.errors import ConfigError, EngineError
+from tests.invariants.training_steps import LOSSES, Case, assemble, blocks, build, make_rows, own_rows
+from tests.ranks import run_ranks
+from tests.tiny import save_tiny_model
+
+LM = frozenset({"log_probs"})
+LORA = {"lora_rank": 4, "lora_alpha": 8.0}
+ADAM = {"optimizer": "AdamW", "lr": 1e-2, "weight_decay": 0.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def train(case: Case, out: str) -> dict[str, Any]:
+    engine = build(case)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rows = own_rows(make_rows(8), case.dims, rank)
+    update = dict(temperature=1.0, micro=case.micro)
+    start = engine.forward(rows, LM, **update)["log_probs"]
+    counts = engine.counts(rows)
+    metrics = [engine.update(rows, LOSSES["lm"], counts=counts, **update) for _ in range(2)]
+    after = engine.forward(rows, LM, **update)["log_probs"]
+    base = engine.forward_without_adapters(rows, LM, **update)["log_probs"]
+    again = engine.forward(rows, LM, **update)["log_probs"]
+    engine.save(f"{out}/state")
+    engine.save_adapters(f"{out}/adapters")
+    engine.save_hf(f"{out}/merged")
+    other = build(case)
+    other.load(f"{out}/state")
+    restored = other.forward(rows, LM, **update)["log_probs"]
+    return {
+        "start": start,
+        "after": after,
+        "base": base,
+        "again": again,
+        "restored": restored,
+        "metrics": metrics,
+        "blocks": blocks(engine),
+        "trained": sum(p.numel() for p in engine._parameters.values() if p.requires_grad),
+    }
+
+
+def test_adapters_learn_and_the_base_stays_the_reference(folder: str, tmp_path: Path) -> None:
+    got = train(Case(folder, model=LORA, optim=ADAM), str(tmp_path))
+    plain = build(Case(folder)).forward(make_rows(8), LM, temperature=1.0, micro=Case(folder).micro)["log_probs"]
+    assert torch.equal(got["start"], plain)
+    assert torch.equal(got["base"], plain)
+    assert torch.equal(got["again"], got["after"])
+    assert torch.equal(got["restored"], got["after"])
+    assert float((got["after"] - plain).abs().max()) > 1e-3
+    assert got["metrics"][0]["loss"] != got["metrics"][1]["loss"]
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_saved_adapters_and_merged_weights_agree_with_peft(folder: str, rslora: bool, tmp_path: Path) -> None:
+    got = train(Case(folder, model={**LORA, "use_rslora": rslora}, optim=ADAM), str(tmp_path))
+    ids = torch.arange(4, 20)[None]
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapters"))(ids).logits
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+    stored = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).named_parameters())
+    for name, value in assemble([got["blocks"]]).items():
+        assert torch.equal(value, stored[name])
+
+
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(dp_shard=2), ParallelDims(sp=2), ParallelDims(pp=2)], ids=["dp 2", "sp 2", "pp 2"]
+)
+def test_layouts_agree(folder: str, dims: ParallelDims, tmp_path: Path) -> None:
+    one = train(Case(folder, model=LORA, optim=ADAM), str(tmp_path / "one"))
+    ranks = run_ranks(2, train, Case(folder, model=LORA, optim=ADAM, dims=dims), str(tmp_path / "two"))
+    assert ranks[0]["metrics"][1]["loss"] == pytest.approx(one["metrics"][1]["loss"], abs=1e-5)
+    want, got = assemble([one["blocks"]]), assemble([rank["blocks"] for rank in ranks])
+    for name in want:
+        # Adam turns rounding of gradients near 0 into steps of up to lr; a low-rank product damps them.
+        torch.testing.assert_close(got[name], want[name], atol=1e-3, rtol=0)
+
+
+def test_only_adapters_are_trained(folder: str, tmp_path: Path) -> None:
+    got = train(Case(folder, model=LORA, optim=ADAM), str(tmp_path))
+    # Two layers; inputs and outputs of q 64-64, k and v 64-32, o 64-64, gate and up 64-128, down 128-64.
+    pairs = (64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128)
+    assert got["trained"] == 2 * 4 * pairs
+
+
+def test_training_continues_from_an_adapter_folder(folder: str, tmp_path: Path) -> None:
+    got = train(Case(folder, model=LORA, optim=ADAM), str(tmp_path))
+    engine = build(Case(folder, model={**LORA, "lora_adapter_path": str(tmp_path / "adapters")}))
+    found = engine.forward(make_rows(8), LM, temperature=1.0, micro=Case(folder).micro)["log_probs"]
+    assert torch.equal(found, got["after"])
+
+
+def test_a_target_that_matches_nothing_is_refused(folder: str) -> None:
+    with pytest.raises(ConfigError, match="target_modules"):
+        build(Case(folder, model={**LORA, "target_modules": ("no_such_proj",)}))
+
+
+def test_an_engine_without_adapters_has_no_reference(folder: str) -> None:
+    with pytest.raises(EngineError, match="no reference policy"):
+        build(Case(folder)).forward_without_adapters(make_rows(2), LM, temperature=1.0, micro=Case(folder).micro)
