@@ -1,7 +1,7 @@
 """The interface of a generator: one object per rank, owned by one thread, that we step ourselves.
 
-Nothing here knows chat, tools, rewards or batches: multi-turn, partial rollouts and a server are clients of these calls.
-In a tensor-parallel group every rank calls ``submit``, ``step`` and ``cancel`` in the same order.
+Nothing here knows chat, tools, rewards or batches: multi-turn, partial rollouts and a server are clients of these
+calls. In a tensor-parallel group every rank calls ``submit``, ``step`` and ``cancel`` in the same order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Completion:
     token_ids: tuple[int, ...]
     """As sampled, end token included."""
     log_probs: tuple[float, ...]
-    """Nats, of the (tempered, truncated) distribution actually sampled from, one per token. Greedy: at temperature 1."""
+    """Nats, of the (tempered, truncated) distribution sampled from, one per token; greedy: at temperature 1."""
     versions: tuple[int, ...]
     """Weight version each token was sampled from."""
     finish_reason: FinishReason

@@ -80,7 +80,9 @@ class HFEngine:
             EngineError: for more than one tensor-parallel rank.
         """
         if tp != 1:
-            raise EngineError(f"rollout.name=hf runs on one rank, got tensor_model_parallel_size={tp}; use rollout.name=vllm")
+            raise EngineError(
+                f"rollout.name=hf runs on one rank, got tensor_model_parallel_size={tp}; use rollout.name=vllm"
+            )
         hf_config = AutoConfig.from_pretrained(model_path)
         with torch.random.fork_rng():
             torch.manual_seed(seed)

@@ -75,8 +75,8 @@ def open_response(request: Request, *, eos_token_ids: Sequence[int], max_model_l
     room = max_model_len - len(request.prompt_ids)
     if room < 1:
         raise EngineError(
-            f"request {request.request_id!r}: prompt of {len(request.prompt_ids)} tokens leaves no room in a context of "
-            f"{max_model_len}; raise rollout.max_model_len or filter long prompts"
+            f"request {request.request_id!r}: prompt of {len(request.prompt_ids)} tokens leaves no room in a context "
+            f"of {max_model_len}; raise rollout.max_model_len or filter long prompts"
         )
     sampling = request.sampling
     return Response(

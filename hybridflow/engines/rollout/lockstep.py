@@ -1,9 +1,9 @@
 """A guard for tensor-parallel ranks that must do the same thing at the same step.
 
-Ranks of a tensor-parallel engine schedule for themselves and meet only inside the forward pass. Another order of requests
-on one rank gives no error there, only wrong numbers, and another number of rows hangs in a shared-memory reduction that no
-timeout covers. So every rank hashes what it was told and what it sampled, and the group compares hashes *before* each
-forward, over a gloo group of its own.
+Ranks of a tensor-parallel engine schedule for themselves and meet only inside the forward pass. Another order of
+requests on one rank gives no error there, only wrong numbers, and another number of rows hangs in a shared-memory
+reduction that no timeout covers. So every rank hashes what it was told and what it sampled, and the group compares
+hashes *before* each forward, over a gloo group of its own.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Lockstep:
             dist.all_gather(answers, self._answer(_RUNNING, ""), group=self._group)
         except RuntimeError as error:
             raise EngineError(
-                f"tensor-parallel ranks {self.ranks}: no common step within {self._timeout_s:.0f} s; a rank is gone, or "
-                f"got other commands than rank {dist.get_rank()} ({error})"
+                f"tensor-parallel ranks {self.ranks}: no common step within {self._timeout_s:.0f} s; a rank is gone, "
+                f"or got other commands than rank {dist.get_rank()} ({error})"
             ) from error
         spoken = {rank: bytes(answer.tolist()) for rank, answer in zip(self.ranks, answers, strict=True)}
         failed = {rank: answer for rank, answer in spoken.items() if answer[0] == _FAILED}

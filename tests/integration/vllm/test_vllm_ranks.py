@@ -144,7 +144,7 @@ def test_a_rank_that_fails_tells_its_peer(found: list[dict]) -> None:
 
 
 def test_lockstep_names_the_ranks_that_were_told_something_else() -> None:
-    assert run_ranks(4, lockstep_rank) == ["", "", "disagree", "disagree"]
+    assert run_ranks(4, lockstep_rank) == ["", "", *2 * ["tensor-parallel ranks disagree: [2] | [3"]]
 
 
 def lockstep_rank() -> str:
@@ -160,6 +160,5 @@ def lockstep_rank() -> str:
     try:
         guard.agree()
     except EngineError as error:
-        assert str(error).startswith("tensor-parallel ranks disagree: [2] | [3]")
-        return "disagree"
+        return str(error)[:40]
     return ""

@@ -94,7 +94,9 @@ def test_log_probs_are_those_of_one_plain_forward(engine: HFEngine, model: PreTr
         assert done.log_probs == pytest.approx(expected, abs=LOG_PROB_TOLERANCE)
 
 
-def test_log_probs_before_the_weights_are_written_are_those_of_another_model(folder: Path, model: PreTrainedModel) -> None:
+def test_log_probs_before_the_weights_are_written_are_those_of_another_model(
+    folder: Path, model: PreTrainedModel
+) -> None:
     engine = make_engine(folder, model, version=None, seed=99)
     engine.weights_written(0)
     [done] = generate(engine, [request(1)])
@@ -231,7 +233,9 @@ def test_pieces_of_an_interrupted_response_add_up_to_its_limit(engine: HFEngine,
 
 
 def test_a_request_that_is_already_complete_comes_back_at_the_next_step(engine: HFEngine) -> None:
-    full = replace(request(0, max_tokens=2), sampled_ids=(4, 5), sampled_log_probs=(-1.0, -2.0), sampled_versions=(0, 0))
+    full = replace(
+        request(0, max_tokens=2), sampled_ids=(4, 5), sampled_log_probs=(-1.0, -2.0), sampled_versions=(0, 0)
+    )
     [done] = generate(engine, [full])
     assert (done.token_ids, done.log_probs, done.finish_reason) == ((4, 5), (-1.0, -2.0), "length")
 

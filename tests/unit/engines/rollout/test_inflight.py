@@ -11,7 +11,9 @@ from hybridflow.engines.rollout.base import Request, SamplingParams
 from hybridflow.engines.rollout.inflight import drawing_seed, end_token_ids, open_response
 from hybridflow.utils.errors import EngineError
 
-REQUEST = Request(request_id="a", prompt_ids=(5, 6), sampling=SamplingParams(max_tokens=4, stop_token_ids=(7, 9)), seed=1)
+REQUEST = Request(
+    request_id="a", prompt_ids=(5, 6), sampling=SamplingParams(max_tokens=4, stop_token_ids=(7, 9)), seed=1
+)
 LIMITS = {"eos_token_ids": (1,), "max_model_len": 8, "vocab_size": 10}
 
 
@@ -67,7 +69,10 @@ def test_a_request_that_cannot_be_served_is_refused_by_name(change: dict, named:
 
 
 def test_a_continuation_never_draws_from_the_seed_of_its_first_try() -> None:
-    later = [replace(REQUEST, sampled_ids=(3,) * n, sampled_log_probs=(0.0,) * n, sampled_versions=(0,) * n) for n in range(3)]
+    later = [
+        replace(REQUEST, sampled_ids=(3,) * n, sampled_log_probs=(0.0,) * n, sampled_versions=(0,) * n)
+        for n in range(3)
+    ]
     assert drawing_seed(later[0]) == REQUEST.seed
     assert len({drawing_seed(request) for request in later}) == 3
 

@@ -41,7 +41,9 @@ def test_top_p_counts_only_what_top_k_left() -> None:
 
 
 def test_a_greedy_row_ignores_truncation_and_reports_temperature_one() -> None:
-    assert distribution(temperature=0.0, top_k=1, top_p=0.1) == pytest.approx([-0.407606, -1.407606, -2.407606], abs=1e-6)
+    assert distribution(temperature=0.0, top_k=1, top_p=0.1) == pytest.approx(
+        [-0.407606, -1.407606, -2.407606], abs=1e-6
+    )
 
 
 def test_ids_beyond_the_vocabulary_limit_have_no_mass() -> None:
