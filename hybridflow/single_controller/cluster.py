@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
 import os
@@ -60,9 +61,7 @@ def start_ray(ray_init: Mapping[str, Any] | None = None) -> Cluster:
     if ray.is_initialized():
         return Cluster(owned=False)
     wanted = {key: value for key, value in (ray_init or {}).items() if value is not None}
-    unknown = [key for key in wanted if key not in inspect.signature(ray.init).parameters and not key.startswith("_")]
-    if unknown:
-        raise ConfigError(f"ray_kwargs.ray_init.{unknown[0]} is no argument of ray.init")
+    check_ray_init(wanted)
     address = wanted.pop("address", None) or os.environ.get("RAY_ADDRESS")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     before = set(health.descendants([os.getpid()]))
@@ -79,6 +78,20 @@ def start_ray(ray_init: Mapping[str, Any] | None = None) -> Cluster:
         where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
         raise MachineError(f"could not {where}: {error}") from error
     return Cluster(owned=True, processes=tuple(set(health.descendants([os.getpid()])) - before))
+
+
+def check_ray_init(ray_init: Mapping[str, Any]) -> None:
+    """Nothing when every key is an argument of ``ray.init``.
+
+    Raises:
+        ConfigError: names the first that is not, and the nearest that is.
+    """
+    known = inspect.signature(ray.init).parameters
+    for key in ray_init:
+        if key not in known and not key.startswith("_"):
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"ray_kwargs.ray_init.{key} is no argument of ray.init{hint}")
 
 
 def _stay_on_loopback(wanted: bool) -> None:

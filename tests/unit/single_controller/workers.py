@@ -58,6 +58,11 @@ class Echo:
         """Environment of this rank."""
         return [os.environ.get(name) for name in names]
 
+    @register(dispatch="ONE_TO_ALL")
+    def torch_came_after(self) -> bool:
+        """Whether torch read the thread count that the group set."""
+        return torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
+
     @register(dispatch="RANK_ZERO")
     def drain(self) -> list[object]:
         """Messages in the mailbox."""
