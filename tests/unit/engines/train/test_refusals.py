@@ -1,0 +1,58 @@
+"""Layouts that cannot work are refused at start, with the arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridflow.engines.train.pipeline import _one_forward_one_backward
+from hybridflow.topology.parallel import ParallelDims
+from tests.invariants.training_steps import Case, build
+from tests.ranks import RankError, run_ranks
+from tests.tiny import save_tiny_model
+
+
+def attempt(case: Case) -> None:
+    build(case)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize(
+    ("dims", "options", "match"),
+    [
+        (ParallelDims(tp=4), {}, r"2 key-value heads / tp 4 is no whole number"),
+        (ParallelDims(pp=3), {}, r"pipeline parallel size 3 is more than the model's 2 layers"),
+        (ParallelDims(sp=3), {}, r"4 attention heads / \(tp 1 x sp 3\)"),
+        (ParallelDims(tp=2), {"model": {"lora_rank": 2}}, r"lora_rank=2 with tensor parallel size 2"),
+        (ParallelDims(tp=2), {"engine": {"shard_order": [1, 0]}}, r"shard_order works with data parallelism alone"),
+        (ParallelDims(dp_shard=2), {"engine": {"shard_order": [0, 0]}}, r"no permutation of ranks 0\.\.1"),
+    ],
+)
+def test_impossible_layouts_say_why(folder: str, dims: ParallelDims, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(RankError, match=match):
+        run_ranks(dims.world, attempt, Case(folder, dims=dims, **options))
+
+
+def test_a_world_of_another_size_is_named(folder: str) -> None:
+    with pytest.raises(RankError, match="is for 4 ranks, the process group has 2"):
+        run_ranks(2, attempt, Case(folder, dims=ParallelDims(dp_shard=4)))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_every_stage_runs_every_micro_batch_once_forward_then_backward(stages: int, count: int) -> None:
+    for stage in range(stages):
+        order = list(_one_forward_one_backward(count, stage, stages))
+        for kind in ("forward", "backward"):
+            assert [k for what, k in order if what == kind] == list(range(count))
+        in_flight, most = 0, 0
+        for kind, k in order:
+            in_flight += 1 if kind == "forward" else -1
+            most = max(most, in_flight)
+            assert kind == "forward" or order.index(("forward", k)) < order.index((kind, k))
+        assert most == min(stages - stage, count), "1F1B holds no more activations than stages behind it"
