@@ -135,7 +135,10 @@ class RolloutEngine(Protocol):
         ...
 
     def weights_written(self, version: int) -> None:
-        """Tells the engine that ``parameters()`` now hold ``version``: repacks if needed, clears every cache."""
+        """Tells the engine that ``parameters()`` now hold ``version``: repacks if needed, clears every cache.
+
+        Version -1: they hold none any more (a publish broke midway); a step raises StateError until the next call.
+        """
         ...
 
     def clear_caches(self) -> None:
