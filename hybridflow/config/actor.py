@@ -120,6 +120,11 @@ class ActorConfig(Section):
     checkpoint: CheckpointContentsConfig = field(default_factory=CheckpointContentsConfig)
     """What is saved."""
 
+    @property
+    def sharding(self) -> FSDPConfig:
+        """``fsdp_config`` as ``zero_stage`` wants it."""
+        return self.fsdp_config.at_stage(self.zero_stage)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefConfig(Section):
@@ -145,6 +150,11 @@ class RefConfig(Section):
     """0 to 3; None: from ``fsdp_config``."""
     use_torch_compile: bool = False
     """Whether the model is compiled (GPU)."""
+
+    @property
+    def sharding(self) -> FSDPConfig:
+        """``fsdp_config`` as ``zero_stage`` wants it."""
+        return self.fsdp_config.at_stage(self.zero_stage)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

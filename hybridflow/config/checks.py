@@ -42,38 +42,38 @@ def across(config: PPOConfig) -> Iterator[Problem]:
     yield from _credit(config)
     yield from _pools(config)
     yield from _batch_sizes(config)
-    layouts = list(_layouts(config))
-    yield from layouts
+    yield from _layouts(config)
     yield from _lengths(config)
     yield from _schedule(config)
-    said = {problem.key for problem in layouts}
-    yield from (problem for problem in _not_yet(config) if problem.key not in said)
+    yield from _not_yet(config)
 
 
 def _not_yet(config: PPOConfig) -> Iterator[Problem]:
-    """What the engines refuse today (engines/train/parallelize.py: refuse_unsupported), said before a worker starts."""
-    policy = config.actor_rollout_ref
-    sections = [(ACTOR, policy.actor, policy.actor.fsdp_config)]
-    sections += [(REF, policy.ref, policy.ref.fsdp_config)] if config.needs_reference else []
-    sections += [("critic", config.critic, config.critic.fsdp)] if config.needs_critic else []
-    for at, section, sharding in sections:
-        for name in ("pipeline", "ulysses_sequence", "tensor"):
-            degree = {
-                "pipeline": section.pipeline_parallel_size,
-                "ulysses_sequence": section.ulysses_sequence_parallel_size,
-                "tensor": section.tensor_parallel_size,
-            }[name]
-            if degree > 1:
-                key = f"{at}.{name}_parallel_size"
-                yield Problem(
-                    key=key, given=show(degree), text="the training engine does not do this yet", fix="Use 1."
-                )
-        if sharding.mixed_precision.param_dtype in ("fp16", "float16"):
-            key = f"{'critic.fsdp' if at == 'critic' else f'{at}.fsdp_config'}.mixed_precision.param_dtype"
-            yield Problem(key=key, given="fp16", text="needs loss scaling, which is not supported", fix="Use bf16.")
-    for at, model in (("actor_rollout_ref.model", policy.model), ("critic.model", config.critic.model)):
+    """What engines (engines/train/parallelize.py: refuse_unsupported) and workers lack today, said early."""
+    policy, algorithm = config.actor_rollout_ref, config.algorithm
+    for key, given, fix in (
+        (f"{RM}.enable", config.reward.reward_model.enable, "Use reward.custom_reward_function."),
+        ("algorithm.safe_rlhf.enable", algorithm.safe_rlhf.enable, "Remove the key."),
+        ("algorithm.ptx_coef", algorithm.ptx_coef, "Use 0."),
+    ):
+        if given:
+            yield Problem(key=key, given=show(given), text="no worker does this yet", fix=fix)
+    if policy.model.lora_rank > 0 and policy.actor.tensor_parallel_size > 1:
+        text, reads = "adapters cannot be cut over tensor-parallel ranks yet", (f"{ACTOR}.tensor_parallel_size",)
+        given, fix = show(policy.model.lora_rank), f"Use {ACTOR}.tensor_parallel_size=1."
+        yield Problem(key="actor_rollout_ref.model.lora_rank", given=given, text=text, fix=fix, reads=reads)
+    shardings = [(f"{ACTOR}.fsdp_config", policy.actor.fsdp_config)]
+    shardings += [(f"{REF}.fsdp_config", policy.ref.fsdp_config)] if config.needs_reference else []
+    shardings += [("critic.fsdp", config.critic.fsdp)] if config.needs_critic else []
+    for at, sharding in shardings:
+        dtype = sharding.mixed_precision.param_dtype
+        if dtype in ("fp16", "float16"):
+            key, text = f"{at}.mixed_precision.param_dtype", "needs loss scaling, which is not supported"
+            yield Problem(key=key, given=dtype, text=text, fix="Use bf16.")
+    models = [("actor_rollout_ref.model", policy.model)]
+    models += [("critic.model", config.critic.model)] if config.needs_critic else []
+    for at, model in models:
         for name, given in (
-            ("lora_rank", model.lora_rank),
             ("use_liger", model.use_liger),
             ("enable_activation_offload", model.enable_activation_offload),
         ):
@@ -141,9 +141,6 @@ def _credit(config: PPOConfig) -> Iterator[Problem]:
         key, reads = "algorithm.rollout_correction.rollout_rs_threshold", ("algorithm.rollout_correction.rollout_rs",)
         given = show(correction.rollout_rs_threshold)
         yield Problem(key=key, given=given, text=text, fix="Give one for all, or one each.", reads=reads)
-    if algorithm.ptx_coef > 0 and not algorithm.ptx_files:
-        text = "needs text: algorithm.ptx_files is empty"
-        yield Problem(key="algorithm.ptx_coef", given=show(algorithm.ptx_coef), text=text, fix="Name a text file.")
 
 
 def _pools(config: PPOConfig) -> Iterator[Problem]:

@@ -66,3 +66,8 @@ class CriticConfig(Section):
     """See the actor's."""
     checkpoint: CheckpointContentsConfig = field(default_factory=CheckpointContentsConfig)
     """What is saved."""
+
+    @property
+    def sharding(self) -> FSDPConfig:
+        """``fsdp`` as ``zero_stage`` wants it."""
+        return self.fsdp.at_stage(self.zero_stage)

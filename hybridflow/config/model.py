@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from hybridflow.config.choices import LOADED_CONTENTS, LR_SCHEDULES, OPTIMIZERS, SAVED_CONTENTS, SCHEDULE_UNITS
@@ -64,7 +64,7 @@ class OptimConfig(Section):
     lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
     optimizer: Annotated[str, OneOf(OPTIMIZERS, open=True)] = "AdamW"
-    """``AdamW``, ``Muon``, or a dotted path of a torch optimizer class."""
+    """``AdamW``, or the dotted path of a torch optimizer class."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     """Adam moments' decay."""
     eps: PositiveFloat = 1e-8
@@ -123,6 +123,15 @@ class FSDPConfig(Section):
     """Kept for existing scripts: the closed-form gradient needs no stored logits."""
     use_orig_params: bool = True
     """Kept for existing scripts: FSDP2 always keeps the original parameters."""
+
+    def at_stage(self, zero_stage: int | None) -> FSDPConfig:
+        """This sharding at a ZeRO stage: 3 gathers a layer twice, 1 and 2 keep it gathered; None: as configured.
+
+        Stage 0 is a matter of the layout (``topology.resources.training_layout``): every rank is a replica.
+        """
+        if zero_stage is None:
+            return self
+        return replace(self, reshard_after_forward=zero_stage == 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,14 +24,6 @@ NOT_READ_YET = (
     "*.checkpoint.save_contents",
     "*.checkpoint.load_contents",
     "*.checkpoint.async_save",
-    "*.model.lora_alpha",
-    "*.model.use_rslora",
-    "*.model.target_modules",
-    "*.model.exclude_modules",
-    "*.model.lora_adapter_path",
-    "algorithm.ptx_coef",
-    "algorithm.ptx_files",
-    "trainer.balance_batch",
     "trainer.profile_steps",
 )
 """Patterns of dotted keys; ``*`` stands for anything."""

@@ -11,8 +11,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridflow.config.actor import ActorConfig, RefConfig
 from hybridflow.config.checks import is_generated
+from hybridflow.config.choices import PARALLEL_FAMILIES
 from hybridflow.config.constraints import is_dotted
+from hybridflow.config.critic import CriticConfig
 from hybridflow.config.data import BUILTIN_TASK, CustomClassConfig
 from hybridflow.config.problems import did_you_mean, nearest
 from hybridflow.config.root import PPOConfig
@@ -172,24 +175,17 @@ def _model_folder(key: str, path: str) -> Iterator[Finding]:
 
 def _model_fits(config: PPOConfig, model: ModelFacts) -> Iterator[Finding]:
     policy = config.actor_rollout_ref
+    heads = f"{model.heads} attention and {model.kv_heads} key-value heads"
     tp = policy.rollout.tensor_model_parallel_size
-    degrees = [(f"{ROLLOUT}.tensor_model_parallel_size", tp)]
-    sections = [("actor_rollout_ref.actor", policy.actor)]
-    sections += [("actor_rollout_ref.ref", policy.ref)] if config.needs_reference else []
-    sections += [("critic", config.critic)] if config.needs_critic else []
-    for at, section in sections:
-        degrees.append((f"{at}.tensor_parallel_size", section.tensor_parallel_size))
-        degrees.append((f"{at}.ulysses_sequence_parallel_size", section.ulysses_sequence_parallel_size))
-        if section.pipeline_parallel_size > model.layers:
-            text = f"{section.pipeline_parallel_size} stages for {model.layers} layers"
-            fix = f"Use at most {model.layers}."
-            yield Finding(level="error", what=f"{at}.pipeline_parallel_size", text=text, fix=fix)
-    for key, degree in degrees:
-        heads = f"{model.heads} attention and {model.kv_heads} key-value heads"
-        if not _divides_heads(model, degree):
-            fits = [d for d in range(1, model.heads + 1) if _divides_heads(model, d)]
-            fix = f"Use one of {', '.join(map(str, fits))}."
-            yield Finding(level="error", what=key, text=f"{degree} does not divide the model's {heads}", fix=fix)
+    if not _divides_heads(model, tp):
+        fits = [degree for degree in range(1, model.heads + 1) if _divides_heads(model, degree)]
+        key, fix = f"{ROLLOUT}.tensor_model_parallel_size", f"Use one of {', '.join(map(str, fits))}."
+        yield Finding(level="error", what=key, text=f"{tp} does not divide the model's {heads}", fix=fix)
+    yield from _training_fits("actor_rollout_ref.actor", policy.actor, model)
+    if config.needs_reference:
+        yield from _training_fits("actor_rollout_ref.ref", policy.ref, model)
+    if config.needs_critic and config.critic.model.path is None:
+        yield from _training_fits("critic", config.critic, model)
     if model.context is not None and config.model_length > model.context:
         key = f"{ROLLOUT}.max_model_len" if policy.rollout.max_model_len else "data.max_response_length"
         text = (
@@ -197,6 +193,30 @@ def _model_fits(config: PPOConfig, model: ModelFacts) -> Iterator[Finding]:
             f"exceed the {model.context} positions of the model"
         )
         fix = "Shorten them, or set actor_rollout_ref.model.override_config.max_position_embeddings if the model can."
+        yield Finding(level="error", what=key, text=text, fix=fix)
+
+
+def _training_fits(at: str, section: ActorConfig | RefConfig | CriticConfig, model: ModelFacts) -> Iterator[Finding]:
+    """Whether the training engine can cut the model as asked (the arithmetic of engines/train/tensor_parallel.py)."""
+    pp, tp, sp = (
+        section.pipeline_parallel_size,
+        section.tensor_parallel_size,
+        section.ulysses_sequence_parallel_size,
+    )
+    if pp * tp * sp == 1:
+        return
+    key = f"{at}.{'tensor' if tp > 1 else 'ulysses_sequence' if sp > 1 else 'pipeline'}_parallel_size"
+    if model.kind not in PARALLEL_FAMILIES:
+        text = f"model type {model.kind} cannot be cut (only {', '.join(PARALLEL_FAMILIES)})"
+        yield Finding(level="error", what=key, text=text, fix="Use data parallelism alone.")
+    if pp > model.layers:
+        text = f"{pp} stages for {model.layers} layers"
+        fix = f"Use at most {model.layers}."
+        yield Finding(level="error", what=f"{at}.pipeline_parallel_size", text=text, fix=fix)
+    if model.heads % (tp * sp) or model.kv_heads % tp or model.intermediate % tp:
+        sizes = f"{model.heads} attention heads, {model.kv_heads} key-value heads, {model.intermediate} inner size"
+        text = f"tp={tp} (x sp={sp}) does not divide the model's {sizes}"
+        fix = "tp x sp must divide the attention heads, tp the other two."
         yield Finding(level="error", what=key, text=text, fix=fix)
 
 

@@ -10,12 +10,18 @@ from hybridflow.algorithms.kl import KL_CONTROLLERS, base_kind
 from hybridflow.algorithms.policy_loss import POLICY_LOSSES
 from hybridflow.config import choices
 from hybridflow.config.checks import GROUP_ESTIMATORS, VALUE_ESTIMATORS
+from hybridflow.config.load import load_config
+from hybridflow.config.model import FSDPConfig, MixedPrecisionConfig, ModelConfig
 from hybridflow.data.sources import READERS
 from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
+from hybridflow.engines.train.parallelize import refuse_unsupported
 from hybridflow.engines.train.registry import TRAIN_ENGINES
+from hybridflow.engines.train.tensor_parallel import FAMILIES
+from hybridflow.topology.parallel import ParallelDims
 from hybridflow.trainer.tracking import TRACKERS
 from hybridflow.utils.errors import ConfigError
 from hybridflow.utils.optional import load
+from tests.unit.config.trees import tree
 
 
 @pytest.mark.parametrize(
@@ -32,6 +38,33 @@ from hybridflow.utils.optional import load
 )
 def test_allowed_names_equal_the_registry(names, registry):
     assert sorted(names) == sorted(registry)
+
+
+def test_model_families_that_can_be_cut_are_those_of_the_engine():
+    assert frozenset(choices.PARALLEL_FAMILIES) == FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("override", "model", "sharding"),
+    [
+        ("actor_rollout_ref.model.use_liger=true", ModelConfig(use_liger=True), FSDPConfig()),
+        (
+            "actor_rollout_ref.model.enable_activation_offload=true",
+            ModelConfig(enable_activation_offload=True),
+            FSDPConfig(),
+        ),
+        (
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16",
+            ModelConfig(),
+            FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="fp16")),
+        ),
+    ],
+)
+def test_what_the_training_engine_refuses_is_refused_before_it_starts(override, model, sharding):
+    with pytest.raises(ConfigError):
+        refuse_unsupported(ParallelDims(), model, sharding)
+    with pytest.raises(ConfigError, match=override.partition("=")[0].replace(".", r"\.")):
+        load_config(tree(override))
 
 
 def test_estimators_that_need_values_or_groups_are_those_that_say_so():
