@@ -1,8 +1,8 @@
 """Makes the warm-start model that ships with hybridflow (``hybridflow/data/builtin_model``), in about three minutes.
 
 A random 0.45M-parameter Qwen2 is supervised on additions: first on right answers until it has the idea, then on answers
-of which a share has one wrong digit. What comes out answers mostly wrong when sampled, and GRPO has something to teach. It never
-sees a held-out pair. Usage:
+of which a share has one wrong digit. What comes out answers mostly wrong when sampled, and GRPO has something to teach.
+It never sees a held-out pair. Usage:
 
     python scripts/make_builtin_model.py [--out FOLDER] [--clean-steps 400] [--noisy-steps 150] [--wrong-share 0.75]
 """
@@ -135,6 +135,7 @@ def write_folder(model: Qwen2ForCausalLM, folder: Path) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=characters, pad_token=PAD_TOKEN, eos_token=EOS_TOKEN, model_max_length=128
     ).save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
     size = sum(file.stat().st_size for file in folder.iterdir())
     logger.info("%s: %.2f MB", folder, size / 1e6)
 

@@ -6,7 +6,8 @@ A source is a parquet, json or jsonl file, or a generator by name:
     reasoning_gym:chain_sum?max_terms=2&max_digits=2&size=2048&seed=7&instruction=Answer with the number only.
 
 Columns are those that verl's users have: ``prompt`` (text or a chat list), ``data_source``, ``reward_model`` with
-``ground_truth`` inside (or ``ground_truth`` itself), ``extra_info``.
+``ground_truth`` inside (or ``ground_truth`` itself), ``extra_info``. ``data.custom_cls`` names the user's own reader:
+``name(source, config=, held_out=)``, a class or function that gives an iterable of such rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from urllib.parse import parse_qsl
 from hybridflow.config.data import BUILTIN_TASK, DataConfig
 from hybridflow.data.builtin import arithmetic_rows
 from hybridflow.utils.errors import DataError
-from hybridflow.utils.optional import load
+from hybridflow.utils.optional import load, load_from_file
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,10 @@ def read_sources(
     """Rows of all ``sources`` in order, the first ``data.train_max_samples`` (``val_max_samples``) of them."""
     rows: list[PromptRow] = []
     for source in sources:
-        raw = _raw_rows(source, config, seed=seed, held_out=held_out, exclude=exclude)
+        if config.custom_cls.path is not None:
+            raw = _rows_of_user(source, config, held_out=held_out)
+        else:
+            raw = _raw_rows(source, config, seed=seed, held_out=held_out, exclude=exclude)
         rows += [_parse(row, f"{source} row {i}", config) for i, row in enumerate(itertools.islice(raw, limit))]
     most = config.val_max_samples if held_out else config.train_max_samples
     rows = rows if most < 0 else rows[:most]
@@ -133,11 +137,22 @@ def _raw_rows(
     return load(READERS[path.suffix])(path)
 
 
+def _rows_of_user(source: str, config: DataConfig, *, held_out: bool) -> Iterable[Any]:
+    """What the user's own class or function gives for one of ``data.train_files`` or ``data.val_files``."""
+    own = config.custom_cls
+    if own.path is None or own.name is None:
+        raise DataError("data.custom_cls needs both path and name")
+    return load_from_file(own.path, own.name)(source, config=config, held_out=held_out)
+
+
 def _reasoning_rows(
     source: str, *, size: int, seed: int, exclude: frozenset[str], distinct: bool
 ) -> Iterator[dict[str, Any]]:
     task, _, query = source.removeprefix(REASONING_PREFIX).partition("?")
-    parameters = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    try:
+        parameters = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    except ValueError as error:
+        raise DataError(f"{source}: what follows the question mark is no list of name=value&...: {error}") from error
     size = _whole(parameters.pop("size", size), f"{source} size")
     seed = _whole(parameters.pop("seed", seed), f"{source} seed")
     stream = load("hybridflow.data.reasoning_tasks:question_stream")

@@ -35,4 +35,6 @@ def symbolic_match(solution_str: str, ground_truth: Any, extra_info: Mapping[str
 
 
 def _read(text: str) -> list[Any]:
-    return math_verify.parse(text, parsing_timeout=None)
+    # math-verify reads neighbouring boxes as one tuple; the last one is the answer here.
+    last = max(text.rfind("\\boxed"), 0)
+    return math_verify.parse(text[last:], parsing_timeout=None)
