@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -37,6 +37,7 @@ STD_EPSILON = 1e-6
 """Added to a standard deviation before dividing."""
 
 
+@runtime_checkable
 class Estimator(Protocol):
     """(advantages, returns)."""
 
@@ -241,7 +242,7 @@ def gdpo(
     mask: Bool[Tensor, "B T"],
     group_id: Int[Tensor, " B"],
     config: AlgorithmConfig,
-    reward_info: Sequence[Mapping[str, float]],
+    reward_info: Sequence[Mapping[str, Any]],
     **columns: Any,
 ) -> Credit:
     """Weighted sum of per-component GRPO advantages, whitened over the rows of the step (arXiv:2601.05242).

@@ -6,7 +6,7 @@ cut add to the value of the uncut batch, and no caller may divide again. Rows wi
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -15,6 +15,7 @@ from hybridflow.algorithms.contract import Counts
 from hybridflow.algorithms.masking import masked_mean, masked_sum
 
 
+@runtime_checkable
 class Aggregation(Protocol):
     """Scalar share of a mini-batch's loss."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -54,6 +54,7 @@ class Metric:
     how: str = "mean"
 
 
+@runtime_checkable
 class Loss(Protocol):
     """A loss of one micro-batch."""
 

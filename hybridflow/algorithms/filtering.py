@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,7 +24,7 @@ EXHAUSTED_ACTIONS: tuple[str, ...] = ("train", "skip", "error")
 
 
 def raw_metric(
-    *, name: str, score: Float[Tensor, " B"], reward_info: Sequence[Mapping[str, float]]
+    *, name: str, score: Float[Tensor, " B"], reward_info: Sequence[Mapping[str, Any]]
 ) -> Float[Tensor, " B"]:
     """What the filter judges: ``score`` or a number of ``reward_info``; nan where a row has none.
 

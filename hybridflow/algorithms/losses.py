@@ -141,17 +141,21 @@ class CriticLoss:
 
     needs = frozenset({"values"})
 
-    def __init__(self, config: CriticConfig, *, max_response_length: int = 1) -> None:
-        """``max_response_length``: divisor of seq-mean-token-sum-norm.
+    def __init__(self, config: CriticConfig, *, max_response_length: int | None = None) -> None:
+        """``max_response_length``: divisor of seq-mean-token-sum-norm, read by no other mode.
 
         Raises:
-            ConfigError: an unknown aggregation.
+            ConfigError: an unknown aggregation, or one that lacks its divisor.
         """
         if config.loss_agg_mode not in AGGREGATIONS:
             allowed = ", ".join(AGGREGATIONS)
             raise ConfigError(f"critic.loss_agg_mode {config.loss_agg_mode!r} is unknown: use one of {allowed}")
         self._config = config
-        self._scale = float(max_response_length)
+        if config.loss_agg_mode == "seq-mean-token-sum-norm" and max_response_length is None:
+            raise ConfigError(
+                "critic.loss_agg_mode=seq-mean-token-sum-norm divides by the length limit: none was given"
+            )
+        self._scale = float(max_response_length or 1)
 
     def __call__(self, outputs: Outputs, rows: Batch, counts: Counts) -> tuple[Tensor, Mapping[str, Metric]]:
         """A micro-batch's share of the loss, and its metrics."""

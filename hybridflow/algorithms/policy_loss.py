@@ -9,7 +9,7 @@ gives the same sum. A user's own function (``loss_mode=package.module:function``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -26,6 +26,7 @@ LOG_RATIO_LIMIT = 20.0
 Losses = tuple[Float[Tensor, "b T"], Mapping[str, Tensor]]
 
 
+@runtime_checkable
 class PolicyLoss(Protocol):
     """Per-token loss and measures."""
 

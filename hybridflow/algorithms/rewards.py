@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -144,7 +145,7 @@ def subtract_kl(
     return keep(token_rewards, mask) - kl_coef * keep(kl, mask).to(token_rewards.dtype)
 
 
-def reward_components(*, reward_info: Sequence[Mapping[str, float]], keys: Sequence[str]) -> Float[Tensor, "B K"]:
+def reward_components(*, reward_info: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Float[Tensor, "B K"]:
     """The named numbers of every row's ``reward_info``, float64; nan where a row has none (it then counts nowhere).
 
     Raises:

@@ -19,7 +19,7 @@ from tests.unit.algorithms.cases import unchecked
 
 def telling(metric: list[float], groups: list[int], valid: list[bool] | None = None) -> list[bool]:
     return telling_rows(
-        metric=torch.tensor(metric),
+        metric=torch.tensor(metric, dtype=torch.float64),
         group_id=torch.tensor(groups),
         valid=torch.tensor(valid or [True] * len(metric)),
     ).tolist()

@@ -300,6 +300,13 @@ def test_the_critic_loss_and_its_metrics() -> None:
     }
 
 
+def test_the_critics_norm_mode_wants_its_divisor() -> None:
+    config = CriticConfig(loss_agg_mode="seq-mean-token-sum-norm")
+    with pytest.raises(ConfigError, match="length limit"):
+        CriticLoss(config)
+    CriticLoss(config, max_response_length=4)
+
+
 def test_half_precision_outputs_are_widened_before_anything_is_subtracted() -> None:
     """C07."""
     mask = torch.ones(1, 1, dtype=torch.bool)

@@ -43,7 +43,7 @@ def test_gradient_through_exp_of_a_huge_masked_log_ratio_is_zero() -> None:
 
 def test_a_mask_that_is_not_boolean_is_refused() -> None:
     """A13: another column in the slot of the mask must not pass."""
-    with pytest.raises(TypeError, match="was another column passed as mask"):
+    with pytest.raises(TypeError, match="mask"):
         keep(torch.ones(2), torch.tensor([0.5, -1.0]))
 
 
