@@ -118,26 +118,6 @@ def place_scores(*, scores: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> F
     return rewards.scatter(1, last[:, None], keep(scores, found)[:, None]) if mask.shape[1] else rewards
 
 
-def baseline_by_group(
-    *,
-    group_id: Int[Tensor, " B"],
-    baseline_group_id: Int[Tensor, " P"],
-    baseline_score: Float[Tensor, " P"],
-) -> Float[Tensor, " B"]:
-    """The score of its group's one baseline response for every row, float64; nan where the group has none.
-
-    Raises:
-        ValueError: a group has more than one baseline response.
-    """
-    found = {}
-    for group, score in zip(baseline_group_id.tolist(), baseline_score.tolist(), strict=True):
-        if group in found:
-            raise ValueError(f"group {group} has more than one baseline response: one greedy pass per prompt is enough")
-        found[group] = score
-    scores = [found.get(group, math.nan) for group in group_id.tolist()]
-    return torch.tensor(scores, dtype=torch.float64, device=group_id.device)
-
-
 def subtract_kl(
     *, token_rewards: Float[Tensor, "B T"], kl: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], kl_coef: float
 ) -> Float[Tensor, "B T"]:

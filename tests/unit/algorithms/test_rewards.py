@@ -9,7 +9,6 @@ from hybridflow.algorithms.kl import kl_estimate
 from hybridflow.algorithms.masking import keep, masked_mean
 from hybridflow.algorithms.rewards import (
     RewardNormalizer,
-    baseline_by_group,
     overlong_penalty,
     place_scores,
     reward_components,
@@ -47,21 +46,6 @@ def test_kl_of_tokens_the_policy_did_not_write_costs_nothing() -> None:
     rewards = subtract_kl(token_rewards=torch.tensor([[0.0, 0.0, 1.0]]), kl=kl, mask=mask, kl_coef=1.0)
     torch.testing.assert_close(rewards, torch.tensor([[-0.1, 0.0, 0.9]]))
     assert masked_mean(kl, mask).item() == pytest.approx(0.1)
-
-
-def test_one_greedy_score_per_prompt_reaches_all_its_samples() -> None:
-    """B16: by group id, not by position; a prompt without one gives nan."""
-    found = baseline_by_group(
-        group_id=torch.tensor([7, 3, 7, 3, 9]),
-        baseline_group_id=torch.tensor([3, 7]),
-        baseline_score=torch.tensor([0.3, 0.7], dtype=torch.float64),
-    )
-    assert found[:4].tolist() == [0.7, 0.3, 0.7, 0.3]
-    assert found[4].isnan().item()
-    with pytest.raises(ValueError, match="more than one"):
-        baseline_by_group(
-            group_id=torch.tensor([1]), baseline_group_id=torch.tensor([1, 1]), baseline_score=torch.zeros(2)
-        )
 
 
 def test_no_input_is_written_to() -> None:
