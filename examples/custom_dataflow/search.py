@@ -34,7 +34,7 @@ class Sampler:
     @register(dispatch="DP_COMPUTE", reads=("point", "score"))
     def learn(self, rows: Batch) -> dict[str, float]:
         """The new mean, the same on all ranks: they add up weighted sums. Pad rows have ``valid`` False."""
-        weight = rows["score"].exp() * rows["valid"]
+        weight = (rows["score"] / self.spread**2).exp() * rows["valid"]
         sums = torch.cat([weight @ rows["point"], weight.sum().reshape(1)])
         dist.all_reduce(sums)
         self.mean, self.spread = sums[:2] / sums[2], 0.8 * self.spread
