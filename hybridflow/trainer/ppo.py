@@ -74,9 +74,7 @@ class PPOTrainer:
         calls: dict[str, Pending[Batch]] = {}
         if "score" not in batch:
             calls["reward"] = self.roles.reward.compute_reward(batch)
-        if self.config.algorithm.rollout_correction.bypass_mode:
-            batch = batch.with_columns(old_log_probs=batch["rollout_log_probs"])
-        else:
+        if not self.config.algorithm.rollout_correction.bypass_mode:  # there the sampler's log-probs stand in
             calls["old_log_prob"] = self.roles.actor.compute_log_prob(batch)
         if self.roles.reference is not None:
             calls["ref"] = self.roles.reference.compute_ref_log_prob(batch)

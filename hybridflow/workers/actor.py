@@ -27,7 +27,16 @@ from hybridflow.workers.update import Schedule, update_epochs
 NORMALIZER_FILE = "reward_statistics.json"
 SEQUENCE = ("prompt_ids", "prompt_length", "response_ids", "response_length", "response_mask")
 """Columns that a forward over whole sequences reads."""
-CREDIT = ("old_log_probs?", "advantages", "loss_mask", "ref_log_probs?", "correction_weights?", "rollout_log_probs")
+CREDIT = (
+    "old_log_probs?",
+    "advantages",
+    "loss_mask",
+    "ref_log_probs?",
+    "correction_weights?",
+    "covariance_selected?",
+    "rollout_log_probs",
+)
+"""Columns that policy losses read, where they are."""
 
 
 class ActorWorker:
@@ -62,7 +71,7 @@ class ActorWorker:
         self.engine: TrainEngine = load(TRAIN_ENGINES[actor.strategy])(
             model=replace(policy.model, path=model_path),
             head="lm",
-            sharding=actor.fsdp_config,
+            sharding=actor.sharding,
             dims=dims,
             optim=actor.optim,
             grad_clip=actor.grad_clip,
@@ -116,6 +125,7 @@ class ActorWorker:
             max_response_length=self._config.response_length,
             overlong=self._config.reward.overlong,
             normalizer=self._normalizer,
+            policy_loss=self._config.actor_rollout_ref.actor.policy_loss,
         )
 
     @register(dispatch="MESH_3D", reads=(*SEQUENCE, *CREDIT, "row_index"))

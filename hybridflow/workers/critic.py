@@ -30,7 +30,7 @@ class CriticWorker:
         self.engine: TrainEngine = load(TRAIN_ENGINES[critic.strategy])(
             model=replace(critic.model, path=model_path),
             head="value",
-            sharding=critic.model.fsdp_config or critic.fsdp,
+            sharding=critic.sharding,
             dims=dims,
             optim=critic.optim,
             grad_clip=critic.grad_clip,
@@ -38,7 +38,7 @@ class CriticWorker:
             total_steps=total_steps,
             seed=config.trainer.seed,
         )
-        self._loss = CriticLoss(critic)
+        self._loss = CriticLoss(critic, max_response_length=config.response_length)
         self._train_micro = micro_batching(
             dynamic=critic.use_dynamic_bsz,
             tokens_per_device=critic.ppo_max_token_len_per_gpu,

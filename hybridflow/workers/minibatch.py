@@ -57,7 +57,7 @@ def mini_batch_index(total_rows: int, mini_rows: int, group_size: int, seed: int
     return torch.argsort(torch.argsort(position)) // mini_rows
 
 
-def micro_batching(*, dynamic: bool, tokens_per_device: int, rows: int | None, sp: int) -> MicroBatching:
+def micro_batching(*, dynamic: bool | None, tokens_per_device: int, rows: int | None, sp: int) -> MicroBatching:
     """Token budget (``tokens_per_device`` x sp) or row count, as the role's configuration says."""
     if dynamic or rows is None:
         return MicroBatching(max_tokens=tokens_per_device * sp)

@@ -25,7 +25,7 @@ class ReferenceWorker:
         self.engine: TrainEngine = load(TRAIN_ENGINES[policy.ref.strategy])(
             model=replace(policy.model, path=model_path),
             head="lm",
-            sharding=policy.ref.fsdp_config,
+            sharding=policy.ref.sharding,
             dims=dims,
             optim=None,
             grad_clip=0.0,
