@@ -10,7 +10,9 @@ import os
 import shutil
 
 import pytest
+from jaxtyping import install_import_hook
 
+import tests.shapes  # noqa: F401  (the hook looks it up as an attribute of ``tests``)
 from hybridflow.engines.rollout import environment
 
 HAS_GPU = shutil.which("nvidia-smi") is not None
@@ -27,6 +29,10 @@ for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 for _name in environment.unset("vllm", _DEVICE):
     os.environ.pop(_name, None)
+
+CHECKED_ROOMS = ("hybridflow.algorithms", "hybridflow.models")
+"""Rooms that compute with tensors: their shape annotations are checked at every call (tests/shapes.py)."""
+install_import_hook(CHECKED_ROOMS, "tests.shapes.check")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
