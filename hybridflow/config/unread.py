@@ -17,8 +17,6 @@ from hybridflow.config.tree import defaults_tree, leaf_names
 NOT_READ_YET = (
     "data.dataloader_num_workers",
     "*.optim.schedule_unit",
-    "*.param_offload",
-    "*.optimizer_offload",
     "*.mixed_precision.buffer_dtype",
     "*.use_torch_compile",
     "*.checkpoint.save_contents",

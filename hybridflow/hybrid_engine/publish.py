@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.engines.rollout.base import EngineParameters
+from hybridflow.engines.rollout.base import NO_VERSION, EngineParameters
 from hybridflow.engines.rollout.inflight import DTYPES
 from hybridflow.engines.train.base import Shard
 from hybridflow.hybrid_engine.boxes import Box
@@ -30,9 +30,6 @@ from hybridflow.hybrid_engine.plan import RankPlan, Slice, ideal_bytes, plan_ran
 from hybridflow.hybrid_engine.transport import Transport
 from hybridflow.hybrid_engine.verify import checksums, differences
 from hybridflow.utils.errors import EngineError
-
-NO_VERSION = -1
-"""What a generator holds before the first publish and after a failed one."""
 
 Metrics = dict[str, float]
 T = TypeVar("T")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from hybridflow.roles.protocols import Metrics
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
 from hybridflow.workers.minibatch import micro_batching
+from hybridflow.workers.residence import resident
 from hybridflow.workers.update import Schedule, update_epochs
 
 NORMALIZER_FILE = "reward_statistics.json"
@@ -65,13 +68,16 @@ class ActorWorker:
         actor = policy.actor
         self._config = config
         self._context = context
+        self._sharding = actor.sharding
+        self.make_room: Callable[[], None] = lambda: None
+        """Called before the actor needs the devices; the weights worker puts the generator to sleep here."""
         self._temperature = policy.rollout.temperature
         # Where FSDP is the only axis, shards are laid out so that the generator's slices need the fewest bytes.
         plain_fsdp = dims.dp_shard == dims.world and dims.world % rollout_tp == 0
         self.engine: TrainEngine = load(TRAIN_ENGINES[actor.strategy])(
             model=replace(policy.model, path=model_path),
             head="lm",
-            sharding=actor.sharding,
+            sharding=self._sharding,
             dims=dims,
             optim=actor.optim,
             grad_clip=actor.grad_clip,
@@ -107,11 +113,19 @@ class ActorWorker:
             shuffle_seed=config.trainer.seed if actor.shuffle else None,
         )
 
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Has the devices for the actor inside."""
+        self.make_room()
+        with resident(self.engine, self._sharding):
+            yield
+
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("old_log_probs", "old_entropy"))
     def compute_log_prob(self, batch: Batch) -> Batch:
         """old_log_probs and old_entropy, ``[b, T]`` float32 nats of the tempered distribution."""
         needs = frozenset({"log_probs", "entropy"} if self._config.actor_rollout_ref.actor.calculate_entropy else {"log_probs"})
-        found = self.engine.forward(batch, needs, temperature=self._temperature, micro=self._forward_micro)
+        with self.at_work():
+            found = self.engine.forward(batch, needs, temperature=self._temperature, micro=self._forward_micro)
         entropy = found.get("entropy", torch.zeros_like(found["log_probs"]))
         return Batch({"old_log_probs": found["log_probs"], "old_entropy": entropy})
 
@@ -131,28 +145,31 @@ class ActorWorker:
     @register(dispatch="MESH_3D", reads=(*SEQUENCE, *CREDIT, "row_index"))
     def update_actor(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
         """All mini-batches and epochs of one trainer step; metrics are the same on every rank."""
-        return update_epochs(
-            self.engine,
-            batch,
-            self._loss,
-            schedule=self._schedule,
-            temperature=self._temperature,
-            micro=self._train_micro,
-            total_rows=total_rows,
-            step=step,
-            prefix="actor",
-        )
+        with self.at_work():
+            return update_epochs(
+                self.engine,
+                batch,
+                self._loss,
+                schedule=self._schedule,
+                temperature=self._temperature,
+                micro=self._train_micro,
+                total_rows=total_rows,
+                step=step,
+                prefix="actor",
+            )
 
     @register(dispatch="ONE_TO_ALL")
     def save_checkpoint(self, folder: str) -> None:
         """Writes model, optimizer, schedule and (rank 0, which assigns credit) running reward statistics."""
-        self.engine.save(folder)
+        with self.at_work():
+            self.engine.save(folder)
         if self._normalizer is not None and self._context.rank == 0:
             (Path(folder) / NORMALIZER_FILE).write_text(json.dumps(self._normalizer.state_dict()))
 
     @register(dispatch="ONE_TO_ALL")
     def load_checkpoint(self, folder: str) -> None:
         """Restores them."""
-        self.engine.load(folder)
+        with self.at_work():
+            self.engine.load(folder)
         if self._normalizer is not None and self._context.rank == 0:
             self._normalizer.load_state_dict(json.loads((Path(folder) / NORMALIZER_FILE).read_text()))

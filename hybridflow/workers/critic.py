@@ -16,6 +16,7 @@ from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
 from hybridflow.workers.actor import SEQUENCE
 from hybridflow.workers.minibatch import micro_batching
+from hybridflow.workers.residence import resident
 from hybridflow.workers.update import Schedule, update_epochs
 
 
@@ -27,10 +28,11 @@ class CriticWorker:
     ) -> None:
         critic, actor = config.critic, config.actor_rollout_ref.actor
         group_size = config.actor_rollout_ref.rollout.n
+        self._sharding = critic.sharding
         self.engine: TrainEngine = load(TRAIN_ENGINES[critic.strategy])(
             model=replace(critic.model, path=model_path),
             head="value",
-            sharding=critic.sharding,
+            sharding=self._sharding,
             dims=dims,
             optim=critic.optim,
             grad_clip=critic.grad_clip,
@@ -61,30 +63,34 @@ class CriticWorker:
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("values",))
     def compute_values(self, batch: Batch) -> Batch:
         """values, ``[b, T]`` float32: return expected before each response token (never tempered)."""
-        found = self.engine.forward(batch, frozenset({"values"}), temperature=1.0, micro=self._forward_micro)
+        with resident(self.engine, self._sharding):
+            found = self.engine.forward(batch, frozenset({"values"}), temperature=1.0, micro=self._forward_micro)
         return Batch({"values": found["values"]})
 
     @register(dispatch="MESH_3D", reads=(*SEQUENCE, "values", "returns", "loss_mask", "row_index"))
     def update_critic(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
         """All mini-batches and epochs of one trainer step."""
-        return update_epochs(
-            self.engine,
-            batch,
-            self._loss,
-            schedule=self._schedule,
-            temperature=1.0,
-            micro=self._train_micro,
-            total_rows=total_rows,
-            step=step,
-            prefix="critic",
-        )
+        with resident(self.engine, self._sharding):
+            return update_epochs(
+                self.engine,
+                batch,
+                self._loss,
+                schedule=self._schedule,
+                temperature=1.0,
+                micro=self._train_micro,
+                total_rows=total_rows,
+                step=step,
+                prefix="critic",
+            )
 
     @register(dispatch="ONE_TO_ALL")
     def save_checkpoint(self, folder: str) -> None:
         """Writes model, optimizer and schedule."""
-        self.engine.save(folder)
+        with resident(self.engine, self._sharding):
+            self.engine.save(folder)
 
     @register(dispatch="ONE_TO_ALL")
     def load_checkpoint(self, folder: str) -> None:
         """Restores them."""
-        self.engine.load(folder)
+        with resident(self.engine, self._sharding):
+            self.engine.load(folder)

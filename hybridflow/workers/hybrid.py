@@ -6,8 +6,10 @@ from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import RankContext
 from hybridflow.dispatch.register import register
 from hybridflow.hybrid_engine.publish import Publisher
+from hybridflow.hybrid_engine.residency import State
 from hybridflow.roles.protocols import Metrics
 from hybridflow.workers.actor import ActorWorker
+from hybridflow.workers.residence import resident
 from hybridflow.workers.rollout import RolloutWorker
 
 
@@ -21,7 +23,11 @@ class WeightsWorker:
         actor: ActorWorker = context.siblings["actor"]
         rollout: RolloutWorker = context.siblings["rollout"]
         transfer = config.actor_rollout_ref.rollout.checkpoint_engine
+        self._actor = actor
         self._rollout = rollout
+        self._sharding = config.actor_rollout_ref.actor.sharding
+        self._frees_memory = config.actor_rollout_ref.rollout.free_cache_engine
+        actor.make_room = self._put_generator_to_sleep
         self._publisher = Publisher(
             actor.engine.shards,
             rollout.engine.parameters(),
@@ -33,4 +39,13 @@ class WeightsWorker:
     @register(dispatch="ONE_TO_ALL")
     def publish(self, *, version: int) -> Metrics:
         """Moves the actor's weights into the generator; its caches are empty afterwards (hybrid_engine/publish.py)."""
-        return self._publisher.publish(version)
+        residency = self._rollout.residency
+        with resident(self._actor.engine, self._sharding):
+            if residency.state is State.TRAINING:
+                return residency.to_generating(lambda: self._publisher.publish(version))
+            return residency.publish_while_generating(lambda: self._publisher.publish(version))
+
+    def _put_generator_to_sleep(self) -> None:
+        residency = self._rollout.residency
+        if self._frees_memory and residency.state is State.GENERATING:
+            residency.to_training()

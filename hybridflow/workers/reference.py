@@ -14,6 +14,7 @@ from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
 from hybridflow.workers.actor import SEQUENCE
 from hybridflow.workers.minibatch import micro_batching
+from hybridflow.workers.residence import resident
 
 
 class ReferenceWorker:
@@ -22,10 +23,11 @@ class ReferenceWorker:
     def __init__(self, context: RankContext, *, config: PPOConfig, dims: ParallelDims, model_path: str) -> None:
         policy = config.actor_rollout_ref
         self._temperature = policy.rollout.temperature
+        self._sharding = policy.ref.sharding
         self.engine: TrainEngine = load(TRAIN_ENGINES[policy.ref.strategy])(
             model=replace(policy.model, path=model_path),
             head="lm",
-            sharding=policy.ref.sharding,
+            sharding=self._sharding,
             dims=dims,
             optim=None,
             grad_clip=0.0,
@@ -43,5 +45,8 @@ class ReferenceWorker:
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """ref_log_probs, ``[b, T]`` float32 nats of the tempered distribution."""
-        found = self.engine.forward(batch, frozenset({"log_probs"}), temperature=self._temperature, micro=self._micro)
+        with resident(self.engine, self._sharding):
+            found = self.engine.forward(
+                batch, frozenset({"log_probs"}), temperature=self._temperature, micro=self._micro
+            )
         return Batch({"ref_log_probs": found["log_probs"]})

@@ -12,6 +12,7 @@ from hybridflow.dispatch.group import RankContext
 from hybridflow.dispatch.register import register
 from hybridflow.engines.rollout.base import Completion, Request, RolloutEngine, SamplingParams, generate, request_seed
 from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
+from hybridflow.hybrid_engine.residency import Actions, Residency, State
 from hybridflow.roles.protocols import SamplingMode
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
@@ -64,6 +65,15 @@ class RolloutWorker:
             seed=config.trainer.seed,
         )
 
+        self.residency = Residency(
+            Actions(
+                wake_weights=lambda: self.engine.wake(("weights",)),
+                wake_cache=lambda: self.engine.wake(("kv_cache",)),
+                sleep=self.engine.sleep,
+                memory_bytes=self.engine.memory_bytes,
+            )
+        )
+
     @register(
         dispatch="MESH_3D",
         mesh="rollout",
@@ -72,9 +82,13 @@ class RolloutWorker:
     )
     def generate_sequences(self, prompts: Batch, *, step: int, mode: SamplingMode = "train") -> Batch:
         """One response per row, sampled from the published weights (see roles.protocols.Rollout)."""
+        if self.residency.state is State.TRAINING:
+            self.residency.to_generating()
         self.engine.clear_caches()
-        requests = self._requests(prompts, step, mode)
-        return to_columns(generate(self.engine, requests))
+        completions = generate(self.engine, self._requests(prompts, step, mode))
+        if self._config.actor_rollout_ref.rollout.free_cache_engine:
+            self.residency.to_training()
+        return to_columns(completions)
 
     def _requests(self, prompts: Batch, step: int, mode: SamplingMode) -> list[Request]:
         sampling = self._sampling(mode)

@@ -13,6 +13,9 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+NO_VERSION = -1
+"""What a generator holds before the first publish and after one that broke midway."""
+
 FinishReason = Literal["stop", "length", "abort"]
 
 

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from hybridflow.config.actor import RolloutConfig
-from hybridflow.engines.rollout.base import Completion, EngineParameters, Part, Request
+from hybridflow.engines.rollout.base import NO_VERSION, Completion, EngineParameters, Part, Request
 from hybridflow.engines.rollout.inflight import DTYPES, Response, drawing_seed, end_token_ids, open_response
 from hybridflow.engines.rollout.sampling import draw, sampler_log_probs
 from hybridflow.utils.errors import EngineError, StateError
@@ -197,8 +197,8 @@ class HFEngine:
     def weights_written(self, version: int) -> None:
         """Tells the engine that its parameters now hold ``version``; running requests are prefilled again."""
         self._require_awake("weights_written", "weights")
-        if version < 0:
-            raise EngineError(f"weights_written: version {version} must not be negative")
+        if version < NO_VERSION:
+            raise EngineError(f"weights_written: version {version} must be 0 or more, or {NO_VERSION} for none")
         self.clear_caches()
         self._version = version
 

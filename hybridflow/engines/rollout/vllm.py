@@ -33,7 +33,7 @@ from vllm.version import __version__ as vllm_version
 
 from hybridflow.config.actor import RolloutConfig
 from hybridflow.engines.rollout import vllm_cpu
-from hybridflow.engines.rollout.base import Completion, EngineParameters, Request
+from hybridflow.engines.rollout.base import NO_VERSION, Completion, EngineParameters, Request
 from hybridflow.engines.rollout.inflight import DTYPES, Response, drawing_seed, end_token_ids, open_response
 from hybridflow.engines.rollout.lockstep import Lockstep
 from hybridflow.engines.rollout.vllm_parameters import check_names, engine_parameters
@@ -268,8 +268,8 @@ class VLLMEngine:
         Running requests are computed again from their tokens at the next step and go on with the new weights.
         """
         self._require_awake("weights_written", "weights")
-        if version < 0:
-            raise EngineError(f"weights_written: version {version} must not be negative")
+        if version < NO_VERSION:
+            raise EngineError(f"weights_written: version {version} must be 0 or more, or {NO_VERSION} for none")
         self._version = -1  # until all of it worked, neither the old nor the new version is true
         self._repack()
         self.clear_caches()
