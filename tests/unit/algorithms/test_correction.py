@@ -251,3 +251,12 @@ def test_a_nan_log_prob_trips_the_guard() -> None:
             mask=work.mask,
             config=RolloutCorrectionConfig(guard_action="stop", guard_max_log_ratio=9.0),
         )
+
+
+@pytest.mark.parametrize("level", IS_LEVELS)
+def test_weights_of_the_current_policy_carry_no_gradient_either(level: str) -> None:
+    """C10, in bypass mode: the log-ratio itself requires grad."""
+    work = case()
+    log_ratio = work.values.clone().requires_grad_()
+    weights = importance_weights(log_ratio=log_ratio, mask=work.mask, config=correction(rollout_is=level))
+    assert not weights.requires_grad
