@@ -1,7 +1,7 @@
 """The run-time check behind shape annotations, on in tests and absent in production.
 
-pyproject.toml hands ``check`` to jaxtyping, which wraps every annotated function of the rooms that compute with tensors:
-a call whose tensors do not have the written dtype and shape (one letter, one size) fails.
+conftest.py hands ``check`` to jaxtyping, which wraps every annotated function of the rooms that compute with tensors: a
+call whose tensors do not have the written dtype and shape (one letter, one size) fails.
 """
 
 from __future__ import annotations

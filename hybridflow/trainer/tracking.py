@@ -69,8 +69,8 @@ def build_trackers(
     """The named destinations behind one tracker.
 
     Raises:
-        ConfigError: for a name that is not registered, or whose package is not installed (the user asked for it by name).
-            A destination that is installed but cannot start (no network, no login) is left out with a warning.
+        ConfigError: for a name that is not registered, or whose package is not installed (the user asked for it). A
+            destination that is installed but cannot start (no network, no login) is left out with a warning.
     """
     info = RunInfo(project=project, experiment=experiment, folder=Path(folder), config=config, total_steps=total_steps)
     info.folder.mkdir(parents=True, exist_ok=True)
@@ -205,9 +205,9 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
 class JsonlTracker:
     """``metrics.jsonl`` in the run's folder: one object a step, written through at once; ``samples.jsonl`` beside it.
 
-    NaN and infinities become null, so that every line is JSON. What the folder holds at the first logged step ``s`` says
-    which run it is: for ``s <= 1`` a new one (older files are moved aside), a later one goes on behind the lines before
-    ``s`` (a torn last line and steps that are done again are dropped). A step that is logged twice is merged.
+    NaN and infinities become null, so that every line is JSON. The first logged step ``s`` says which run it is: for
+    ``s <= 1`` a new one (older files are moved aside), a later one goes on behind the lines before ``s`` (a torn last
+    line and steps that are done again are dropped). A step that is logged twice is merged.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -249,16 +249,14 @@ class JsonlTracker:
             if first_step <= 1:
                 path.rename(_free_name(path))
                 continue
-            kept = [line for line in path.read_bytes().splitlines(keepends=True) if _step_of(line) < first_step]
+            kept = [line for line in path.read_bytes().splitlines() if _step_of(line) < first_step]
             rest = path.with_suffix(".tmp")
-            rest.write_bytes(b"".join(kept))
+            rest.write_bytes(b"".join(line + b"\n" for line in kept))
             os.replace(rest, path)
 
 
 def _step_of(line: bytes) -> float:
     """Step of a line of the file; infinite for a torn one."""
-    if not line.endswith(b"\n"):
-        return math.inf
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -282,4 +280,4 @@ TRACKERS: dict[str, str] = {
     "tensorboard": "hybridflow.trainer.tracking_tensorboard:TensorBoardTracker",
     "wandb": "hybridflow.trainer.tracking_wandb:WandbTracker",
 }
-"""By name: a class that takes a ``RunInfo``. A new destination is one file and one line here (and in config/choices)."""
+"""By name: a class that takes a ``RunInfo``. A new one is a file and a line here (and a word in config/choices)."""

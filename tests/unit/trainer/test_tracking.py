@@ -176,6 +176,12 @@ def test_a_resumed_run_appends_without_duplicate_or_torn_steps(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_last_line_that_lost_only_its_end_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
+    JsonlTracker(info(tmp_path)).log(3, {})
+    assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("first_step", [0, 1])
 def test_a_new_run_in_a_used_folder_keeps_the_old_file_aside(tmp_path, first_step):
     JsonlTracker(info(tmp_path)).log(1, {"reward": 1})
