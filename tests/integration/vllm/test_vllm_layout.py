@@ -1,0 +1,39 @@
+"""Layers whose layout is not known are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hybridflow.utils.errors import EngineError
+
+pytestmark = pytest.mark.vllm
+
+
+def test_a_layer_of_unknown_layout_is_refused_by_parameter_and_module() -> None:
+    from hybridflow.engines.rollout.vllm_parameters import engine_parameters
+
+    model = nn.ModuleDict({"gate": nn.Conv1d(2, 2, 1)})
+    with pytest.raises(EngineError, match="parameter gate.weight of module Conv1d"):
+        engine_parameters(model)
+
+
+def test_a_layer_without_plain_weights_is_refused() -> None:
+    from hybridflow.engines.rollout.vllm_parameters import engine_parameters
+
+    model = nn.Module()
+    model.proj = nn.Linear(2, 2, bias=False)
+    model.proj.weight = nn.Parameter(torch.empty(0))
+    with pytest.raises(EngineError, match="proj.weight .Linear. holds no plain weights"):
+        engine_parameters(model)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17])
+def test_padded_rows_leave_a_linear_layer_what_it_is(rows: int) -> None:
+    from hybridflow.engines.rollout.vllm_cpu import padded_linear
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, 8), (5, 8), (5,)))
+    torch.testing.assert_close(padded_linear(x, weight, bias), nn.functional.linear(x, weight, bias))
+    assert padded_linear(x.reshape(rows, 1, 8), weight).shape == (rows, 1, 5)
