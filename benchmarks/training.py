@@ -1,8 +1,8 @@
 """Speed of the training engine in one process: against a plain PyTorch loop, and as a share of the matmul ceiling.
 
-    python benchmarks/training.py MODEL_FOLDER [--tokens 2048] [--segment 128] [--dtype fp32] [--repeat 3] [--device cpu]
+    python benchmarks/training.py MODEL_FOLDER [--tokens 2048] [--segment 128] [--dtype fp32] [--repeat 3]
 
-Prints, for one forward + log-prob + backward (+ optimizer step): seconds, tokens/s, FLOP/s (6 x parameters x tokens) and
+Prints, for one update (forward, log-prob, backward, step): seconds, tokens/s, FLOP/s (6 x parameters x tokens) and
 their share of a 2048^3 matmul measured beside it; the same for a hand-written loop over the same rows as a batch; and
 the ratio of both. Runs unchanged on GPUs.
 """
