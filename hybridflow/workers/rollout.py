@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -52,10 +53,13 @@ class RolloutWorker:
     ) -> None:
         self._config = config
         self._eos = eos_token_ids
+        rollout = config.actor_rollout_ref.rollout
+        rows = -(-config.data.train_batch_size * rollout.n // dims.dp)
         self.dims = dims
-        self.engine: RolloutEngine = load(ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name])(
+        self.engine: RolloutEngine = load(ROLLOUT_ENGINES[rollout.name])(
             model_path=model_path,
-            config=config.actor_rollout_ref.rollout,
+            # A CPU engine reserves KV cache for every sequence it may run: no more than a step brings.
+            config=replace(rollout, max_num_seqs=min(rollout.max_num_seqs, rows)),
             max_prompt_tokens=config.prompt_length,
             max_response_tokens=config.response_length,
             tp=dims.tp,
