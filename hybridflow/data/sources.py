@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import unquote
 
 from hybridflow.config.data import BUILTIN_TASK, DataConfig
 from hybridflow.data.builtin import arithmetic_rows
@@ -149,10 +149,7 @@ def _reasoning_rows(
     source: str, *, size: int, seed: int, exclude: frozenset[str], distinct: bool
 ) -> Iterator[dict[str, Any]]:
     task, _, query = source.removeprefix(REASONING_PREFIX).partition("?")
-    try:
-        parameters = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
-    except ValueError as error:
-        raise DataError(f"{source}: what follows the question mark is no list of name=value&...: {error}") from error
+    parameters = _parameters(query, source)
     size = _whole(parameters.pop("size", size), f"{source} size")
     seed = _whole(parameters.pop("seed", seed), f"{source} seed")
     stream = load("hybridflow.data.reasoning_tasks:question_stream")
@@ -171,6 +168,15 @@ def _reasoning_rows(
         f"{source}: {size} questions are asked for, but {size * _DRAWS_PER_QUESTION} draws gave only {given} that are "
         "new and not held out: lower its size or data.generated_val_size, or widen the task's parameters"
     )
+
+
+def _parameters(query: str, source: str) -> dict[str, str]:
+    """``name=value&name=value`` as a dict; percent escapes are read (%26 is an ampersand), a plus stays a plus."""
+    parts = [part.partition("=") for part in query.split("&")] if query else []
+    for name, equals, _ in parts:
+        if not name or not equals:
+            raise DataError(f"{source}: name=value&name=value is expected after the question mark, not {name!r}")
+    return {name: unquote(value) for name, _, value in parts}
 
 
 def _parse(row: Any, where: str, config: DataConfig) -> PromptRow:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-import reasoning_gym
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
+
+_NUMBER = re.compile(r"(?<!\d)-?\d+(?:,\d{3})*(?:\.\d+)?")
+"""A minus right after a digit subtracts; elsewhere it is a sign."""
 
 
 def verified_answer(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
     """What the task's verifier gives for the answer, in 0..1.
 
-    The answer is what stands in the last ``<answer>...</answer>``, or the whole response without outer blanks.
+    The answer is what stands in the last ``<answer>...</answer>``; without one, the last number of the response if the
+    task's own answer is a number, else the whole response without outer blanks.
 
     Raises:
         ValueError: when the row does not carry its ``entry``, which the verifier needs.
@@ -25,15 +29,21 @@ def verified_answer(solution_str: str, ground_truth: Any, extra_info: Mapping[st
         raise ValueError(
             "extra_info has no 'entry' (question, answer, metadata): rows of reasoning_gym:<task> carry it"
         )
-    answer = extract_answer(solution_str)
     task = _task(entry["metadata"]["source_dataset"])
-    return float(task.score_answer(solution_str.strip() if answer is None else answer, dict(entry)))
+    return float(task.score_answer(_answer(solution_str, str(entry["answer"])), dict(entry)))
+
+
+def _answer(response: str, truth: str) -> str:
+    tagged = extract_answer(response)
+    if tagged is not None:
+        return tagged
+    if _NUMBER.fullmatch(truth.strip()):
+        numbers = _NUMBER.findall(response)
+        return numbers[-1].replace(",", "") if numbers else ""
+    return response.strip()
 
 
 @cache
 def _task(name: str) -> ProceduralDataset:
     dataset_class, config_class = DATASETS[name]
     return dataset_class(config=config_class())
-
-
-__version__ = reasoning_gym.__version__

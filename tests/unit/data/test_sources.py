@@ -148,6 +148,12 @@ def test_procedural_questions_are_held_out_of_training_and_fixed_over_seeds():
     assert train[0].prompt[0]["content"].endswith("\nOnly the number.")
 
 
+def test_a_plus_in_a_parameter_stays_and_percent_escapes_are_read():
+    row = read("reasoning_gym:chain_sum?size=1&system=1 + 1 %26 so on&instruction=a=b")[0]
+    assert row.prompt[0] == {"role": "system", "content": "1 + 1 & so on"}
+    assert row.prompt[1]["content"].endswith("\na=b")
+
+
 def test_source_parameters_win_over_the_configured_size():
     assert len(read(WORDS + "&size=7&seed=5")) == 7
 

@@ -113,3 +113,26 @@ def test_a_procedural_row_without_its_entry_fails():
         load_reward_function(RewardConfig())(
             data_source="reasoning_gym/chain_sum", solution_str="4", ground_truth="4", extra_info={}
         )
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("7", 1),
+        ("2 + 5 = 7", 1),
+        ("2+5=7.", 1),
+        ("The answer is 7", 1),
+        ("it is <answer>7</answer>, not 8", 1),
+        ("7, no, 8", 0),
+        ("-7", 0),
+        ("9-7", 1),
+        ("x = -7", 0),
+        ("seven", 0),
+        ("", 0),
+    ],
+)
+def test_the_last_number_is_the_answer_where_a_number_is_asked_for(response, score):
+    entry = {"question": "2 + 5 =", "answer": "7", "metadata": {"source_dataset": "chain_sum"}}
+    function = load_reward_function(RewardConfig())
+    sample = {"data_source": "reasoning_gym/chain_sum", "ground_truth": "7", "extra_info": {"entry": entry}}
+    assert int(function(solution_str=response, **sample)) == score
