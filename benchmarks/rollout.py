@@ -73,9 +73,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 def ours(arguments: argparse.Namespace, prompts: list[list[int]]):
     from hybridflow.config.actor import RolloutConfig
-    from hybridflow.engines.rollout.base import Request, SamplingParams, generate, request_seed
+    from hybridflow.engines.rollout.base import Request, SamplingParams, generate
     from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
     from hybridflow.utils.optional import load
+    from hybridflow.utils.seeding import derive_seed
 
     name, options = ("hf", {}) if arguments.one == "hf" else ("vllm", {"vllm": {"cpu_gemm": arguments.one}})
     config = RolloutConfig(name=name, dtype=arguments.dtype, max_num_seqs=arguments.rows, engine_kwargs=options)
@@ -93,7 +94,7 @@ def ours(arguments: argparse.Namespace, prompts: list[list[int]]):
     def run(turn: int) -> int:
         engine.clear_caches()
         requests = [
-            Request(request_id=str(i), prompt_ids=prompt, sampling=sampling, seed=request_seed(turn, i))
+            Request(request_id=str(i), prompt_ids=prompt, sampling=sampling, seed=derive_seed(turn, i))
             for i, prompt in enumerate(prompts)
         ]
         return sum(len(done.token_ids) for done in generate(engine, requests))
@@ -105,8 +106,8 @@ def stock(arguments: argparse.Namespace, prompts: list[list[int]]):
     """``vllm.LLM.generate`` as its users run it, with log-probs and a seed per request."""
     from vllm import LLM, SamplingParams
 
-    from hybridflow.engines.rollout.base import request_seed
     from hybridflow.engines.rollout.inflight import DTYPES
+    from hybridflow.utils.seeding import derive_seed
 
     engine = LLM(
         arguments.model,
@@ -124,7 +125,7 @@ def stock(arguments: argparse.Namespace, prompts: list[list[int]]):
         engine.reset_prefix_cache()
         sampling = [
             SamplingParams(
-                max_tokens=arguments.tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=request_seed(turn, i)
+                max_tokens=arguments.tokens, ignore_eos=True, logprobs=0, detokenize=False, seed=derive_seed(turn, i)
             )
             for i in range(arguments.rows)
         ]

@@ -13,9 +13,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 
-from matplotlib import pyplot  # noqa: E402  (the backend must be chosen first: there may be no display)
+from matplotlib import pyplot
 
-from hybridflow.utils.errors import DataError  # noqa: E402
+from hybridflow.utils.errors import DataError
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -47,9 +47,9 @@ TRAINERS: dict[str, type[PPOTrainer]] = {"remax": ReMaxTrainer}
 """Estimators whose dataflow differs from PPO's."""
 
 TRY_NEXT = (
-    "python -m hybridflow.main_ppo algorithm.adv_estimator=gae    # full PPO with a critic",
-    "python -m hybridflow.main_ppo trainer.n_gpus_per_node=2      # two ranks",
-    "python -m hybridflow.report {folder}                         # curves as a picture",
+    "python -m hybridflow.report {folder}  # curves as a picture",
+    "python -m hybridflow.main_ppo preset=ppo  # PPO with a critic",
+    "python -m hybridflow.main_ppo trainer.n_gpus_per_node=2  # two ranks",
 )
 
 
@@ -61,7 +61,7 @@ def run(config: PPOConfig, plan: RunPlan) -> int:
     _write_config(config, folder)
     with ExitStack() as stack:
         trainer, record = _assemble(config, plan, start, stack)
-        console = Console(highlight=False)
+        console = Console(highlight=False, soft_wrap=True)
         console.print(start.table())
         trainer.fit()
     _print_end(console, record, folder)
@@ -103,7 +103,7 @@ def _assemble(config: PPOConfig, plan: RunPlan, start: StartUp, stack: ExitStack
         config=dataclasses.asdict(config),
         total_steps=total_steps,
     )
-    stack.callback(tracker.finish)
+    stack.callback(tracker.finish)  # also when a run fails: the live line must not stay open
     record = Run(
         config,
         roles=roles,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 
 def ensure_environment(variables: Mapping[str, str], unset: Sequence[str] = ()) -> None:
-    """Returns when this process was started with ``variables`` and without ``unset``; else replaces it by one that is."""
+    """Returns when this process has ``variables`` and lacks ``unset``; else replaces it by one that does."""
     wrong = any(os.environ.get(name) != value for name, value in variables.items())
     if not wrong and not any(name in os.environ for name in unset):
         return

@@ -28,9 +28,7 @@ class Handle:
         block_rows: rows of a mini-batch, each of which is balanced by itself; None: the whole batch at once.
     """
 
-    def __init__(
-        self, group: WorkerGroup, role: str, *, balanced_over: int = 1, block_rows: int | None = None
-    ) -> None:
+    def __init__(self, group: WorkerGroup, role: str, *, balanced_over: int = 1, block_rows: int | None = None) -> None:
         self._group = group
         self._role = role
         self._parts = balanced_over
@@ -134,7 +132,7 @@ def combine_ranks(per_rank: Sequence[Metrics]) -> Metrics:
     combined: dict[str, float] = {}
     for name in per_rank[0]:
         values = [metrics[name] for metrics in per_rank]
-        worst = name.endswith("seconds") or "peak" in name or name.endswith("rounds")
+        worst = name.endswith(("seconds", "rounds")) or "peak" in name
         combined[name] = max(values) if worst else sum(values)
     bound = combined["publish/bound_bytes"]
     combined["publish/ratio_to_bound"] = combined["publish/bytes"] / bound if bound else 1.0

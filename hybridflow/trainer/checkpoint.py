@@ -1,8 +1,8 @@
 """Checkpoints on disk: a folder per step that is either complete and checked, or not there.
 
-``global_step_N.partial`` is filled, synced, described by ``manifest.json`` (files, sizes, digests), renamed to
-``global_step_N``; only then ``latest_checkpointed_iteration.txt`` is replaced. Whatever a crash leaves behind, the newest
-folder whose manifest holds is the one that is loaded.
+``global_step_N.partial`` is filled, synced, described by ``manifest.json`` (files, sizes, digests) and renamed to
+``global_step_N``; only then ``latest_checkpointed_iteration.txt`` is replaced. Whatever a crash leaves behind, the
+newest folder whose manifest holds is the one that is loaded.
 """
 
 from __future__ import annotations
@@ -129,9 +129,7 @@ def _describe(folder: Path) -> dict[str, dict[str, Any]]:
     for path in files:
         with path.open("rb") as opened:
             os.fsync(opened.fileno())
-    return {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "blake2b": _digest(path)} for path in files
-    }
+    return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "blake2b": _digest(path)} for path in files}
 
 
 def _digest(path: Path) -> str:

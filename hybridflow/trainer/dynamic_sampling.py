@@ -46,9 +46,9 @@ def fill(scored_round: Callable[[], Batch], config: FilterGroupsConfig, *, group
     }
     if move == "error":
         raise DataError(
-            f"{rounds} generation rounds gave {found} groups with different {config.metric} of the {groups} that a step "
-            f"needs ({generated} groups were generated): the prompts are too easy or too hard for this policy; raise "
-            "algorithm.filter_groups.max_num_gen_batches, or set on_exhausted to train or skip"
+            f"{rounds} generation rounds gave {found} groups with different {config.metric} of the {groups} that a "
+            f"step needs ({generated} groups were generated): the prompts are too easy or too hard for this "
+            "policy; raise algorithm.filter_groups.max_num_gen_batches, or set on_exhausted to train or skip"
         )
     joined = concat(kept)
     wanted = 0 if move == "skip" else groups

@@ -44,7 +44,7 @@ def validate(roles: Roles, prompts: Iterable[Batch], sampling: ValSamplingConfig
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased chance that one of ``k`` of ``n`` samples is right, ``correct`` of them being so (1 - C(n-c,k)/C(n,k))."""
+    """Unbiased chance that one of ``k`` of ``n`` samples is right, ``correct`` being so: 1 - C(n-c,k) / C(n,k)."""
     if n - correct < k:
         return 1.0
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)

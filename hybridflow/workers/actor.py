@@ -123,7 +123,8 @@ class ActorWorker:
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("old_log_probs", "old_entropy"))
     def compute_log_prob(self, batch: Batch) -> Batch:
         """old_log_probs and old_entropy, ``[b, T]`` float32 nats of the tempered distribution."""
-        needs = frozenset({"log_probs", "entropy"} if self._config.actor_rollout_ref.actor.calculate_entropy else {"log_probs"})
+        wanted = {"log_probs"} | ({"entropy"} if self._config.actor_rollout_ref.actor.calculate_entropy else set())
+        needs = frozenset(wanted)
         with self.at_work():
             found = self.engine.forward(batch, needs, temperature=self._temperature, micro=self._forward_micro)
         entropy = found.get("entropy", torch.zeros_like(found["log_probs"]))

@@ -38,7 +38,8 @@ def mini_batches(
     """
     index = rows["row_index"]
     for epoch in range(epochs):
-        block = mini_batch_index(total_rows, mini_rows, group_size, None if shuffle_seed is None else shuffle_seed + epoch)
+        seed = None if shuffle_seed is None else shuffle_seed + epoch
+        block = mini_batch_index(total_rows, mini_rows, group_size, seed)
         mine = block[index]
         for k in range(-(-total_rows // mini_rows)):
             yield rows.rows((mine == k).nonzero().squeeze(1))

@@ -31,7 +31,8 @@ class RewardWorker:
     """
 
     def __init__(self, context: RankContext, *, config: PPOConfig, tokenizer_path: str) -> None:
-        self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+        model = config.actor_rollout_ref.model
+        self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=model.trust_remote_code)
         self._runner = RewardRunner(config.reward)
 
     @register(dispatch="DP_COMPUTE", reads=READS, writes=("score", "reward_info", "response_text", "valid"))

@@ -11,12 +11,13 @@ from hybridflow.batch.batch import Batch
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import RankContext
 from hybridflow.dispatch.register import register
-from hybridflow.engines.rollout.base import Completion, Request, RolloutEngine, SamplingParams, generate, request_seed
+from hybridflow.engines.rollout.base import Completion, Request, RolloutEngine, SamplingParams, generate
 from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
 from hybridflow.hybrid_engine.residency import Actions, Residency, State
 from hybridflow.roles.protocols import SamplingMode
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
+from hybridflow.utils.seeding import derive_seed
 
 WRITES = (
     "response_ids",
@@ -105,7 +106,7 @@ class RolloutWorker:
                 request_id=f"{i}",
                 prompt_ids=ids[i][: lengths[i]],
                 sampling=sampling,
-                seed=request_seed(seed, mode, when, key, sample, 0, 0),
+                seed=derive_seed(seed, mode, when, key, sample, 0, 0),
             )
             for i, (key, sample) in enumerate(keys)
         ]

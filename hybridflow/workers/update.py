@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from hybridflow.algorithms.contract import Loss
 from hybridflow.batch.batch import Batch
-from hybridflow.engines.rollout.base import request_seed
 from hybridflow.engines.train.base import MicroBatching, TrainEngine
+from hybridflow.utils.seeding import derive_seed
 from hybridflow.workers.minibatch import mini_batches
 
 
@@ -42,7 +42,7 @@ def update_epochs(
 
     Collective: every rank of the engine calls it with its rows of the same batch.
     """
-    seed = None if schedule.shuffle_seed is None else request_seed(schedule.shuffle_seed, prefix, "shuffle", step)
+    seed = None if schedule.shuffle_seed is None else derive_seed(schedule.shuffle_seed, prefix, "shuffle", step)
     per_update: defaultdict[str, list[float]] = defaultdict(list)
     for rows in mini_batches(
         batch,

@@ -6,7 +6,6 @@ calls. In a tensor-parallel group every rank calls ``submit``, ``step`` and ``ca
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -44,7 +43,9 @@ class Request:
     """All tokens before the response (earlier turns included), unpadded; never any of ``sampled_ids``."""
     sampling: SamplingParams
     seed: int
-    """See ``request_seed``; in [0, 2**31). Where ``sampled_ids`` is given, the engine draws from a seed that it derives
+    """``utils.seeding.derive_seed`` of (run seed, step, prompt, sample, turn, tokens so far); in [0, 2**31).
+
+    Where ``sampled_ids`` is given, the engine draws from a seed that it derives
     from this one and their number, so that a continuation never repeats the noise of its first tokens."""
     sampled_ids: Sequence[int] = ()
     """Tokens of an earlier, interrupted try; the engine continues after them and returns them in front. They count
@@ -165,9 +166,3 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Complet
         for completion in engine.step():
             done[completion.request_id] = completion
     return [done[request.request_id] for request in requests]
-
-
-def request_seed(run_seed: int, *key: int | str) -> int:
-    """A seed in [0, 2**31) that depends only on the run seed and ``key``: step, prompt, sample, turn, tokens so far."""
-    digest = hashlib.blake2b(repr((run_seed, *key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % (1 << 31)

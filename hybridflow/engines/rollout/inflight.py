@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridflow.engines.rollout.base import Completion, FinishReason, Request, request_seed
+from hybridflow.engines.rollout.base import Completion, FinishReason, Request
 from hybridflow.utils.errors import EngineError
+from hybridflow.utils.seeding import derive_seed
 
 SEED_LIMIT = 1 << 31
 LOWEST_TEMPERATURE = 0.01
@@ -99,7 +100,7 @@ def _check(request: Request, vocab_size: int) -> None:
             f"{len(request.sampled_versions)} sampled_versions; give one of each per token"
         )
     if not 0 <= request.seed < SEED_LIMIT:
-        raise EngineError(f"{where}: seed {request.seed} is outside [0, 2**31); use request_seed")
+        raise EngineError(f"{where}: seed {request.seed} is outside [0, 2**31); use derive_seed")
     if sampling.max_tokens < 1:
         raise EngineError(f"{where}: max_tokens {sampling.max_tokens} must be at least 1")
     if sampling.temperature < 0 or 0 < sampling.temperature < LOWEST_TEMPERATURE:
@@ -117,7 +118,7 @@ def _check(request: Request, vocab_size: int) -> None:
 
 def drawing_seed(request: Request) -> int:
     """Seed of this try: the request's own, or one derived from it and the number of tokens that it continues after."""
-    return request_seed(request.seed, len(request.sampled_ids)) if request.sampled_ids else request.seed
+    return derive_seed(request.seed, len(request.sampled_ids)) if request.sampled_ids else request.seed
 
 
 def end_token_ids(model_path: str) -> tuple[int, ...]:

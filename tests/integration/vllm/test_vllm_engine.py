@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from hybridflow.engines.rollout.base import Completion, Request, SamplingParams, generate, request_seed
+from hybridflow.engines.rollout.base import Completion, Request, SamplingParams, generate
 from hybridflow.utils.errors import EngineError, StateError
+from hybridflow.utils.seeding import derive_seed
 from tests.integration.vllm.conftest import SIZES, changed, copy, distance, forward_log_probs, load_model, write
 from tests.tiny import save_tiny_model
 
@@ -32,7 +33,7 @@ def request(index: int, prompt: list[int] | None = None, **settings) -> Request:
         request_id=str(index),
         prompt_ids=PROMPTS[index % len(PROMPTS)] if prompt is None else prompt,
         sampling=SamplingParams(**{"max_tokens": 12, **settings}),
-        seed=request_seed(0, index),
+        seed=derive_seed(0, index),
     )
 
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.config.actor import RolloutConfig
-from hybridflow.engines.rollout.base import Request, SamplingParams, generate, request_seed
+from hybridflow.engines.rollout.base import Request, SamplingParams, generate
 from hybridflow.utils.errors import EngineError
+from hybridflow.utils.seeding import derive_seed
 from tests.integration.vllm.conftest import SIZES, changed, distance, forward_log_probs, load_model, write
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
@@ -25,7 +26,7 @@ PROMPTS = [[5, 9, 14], [7, 8, 9, 10, 11, 12, 13, 14, 15, 4, 5], [30], [21, 22, 2
 def requests() -> list[Request]:
     sampling = SamplingParams(max_tokens=12)
     return [
-        Request(request_id=str(i), prompt_ids=PROMPTS[i], sampling=sampling, seed=request_seed(0, i)) for i in range(4)
+        Request(request_id=str(i), prompt_ids=PROMPTS[i], sampling=sampling, seed=derive_seed(0, i)) for i in range(4)
     ]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hybridflow.engines.rollout.base import Completion, request_seed
+import itertools
+
+from hybridflow.engines.rollout.base import Completion
+from hybridflow.utils.seeding import derive_seed
 from hybridflow.workers.rollout import WRITES, to_columns
 
 
@@ -41,6 +44,6 @@ def test_a_block_without_rows_keeps_its_columns():
 
 
 def test_request_seeds_depend_on_every_part_of_the_key():
-    seeds = {request_seed(1, "train", step, group, sample) for step in range(4) for group in range(4) for sample in range(4)}
-    assert len(seeds) == 64 and request_seed(1, "a") != request_seed(2, "a")
+    seeds = {derive_seed(1, "train", *key) for key in itertools.product(range(4), repeat=3)}
+    assert len(seeds) == 64 and derive_seed(1, "a") != derive_seed(2, "a")
     assert all(0 <= seed < 1 << 31 for seed in seeds)

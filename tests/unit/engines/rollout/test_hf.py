@@ -10,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridflow.config.actor import RolloutConfig
-from hybridflow.engines.rollout.base import Completion, Request, SamplingParams, generate, request_seed
+from hybridflow.engines.rollout.base import Completion, Request, SamplingParams, generate
 from hybridflow.engines.rollout.hf import HFEngine
 from hybridflow.utils.errors import EngineError, StateError
+from hybridflow.utils.seeding import derive_seed
 from tests.tiny import VOCABULARY, save_tiny_model
 
 PROMPTS = [[5, 9, 14], [7, 8, 9, 10, 11, 12, 13, 14, 15, 4, 5], [30], [21, 22, 23, 24, 25]]
@@ -76,7 +77,7 @@ def request(index: int, **settings) -> Request:
         request_id=str(index),
         prompt_ids=PROMPTS[index % len(PROMPTS)],
         sampling=SamplingParams(**{"max_tokens": 12, **settings}),
-        seed=request_seed(0, index),
+        seed=derive_seed(0, index),
     )
 
 
