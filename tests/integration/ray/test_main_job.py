@@ -1,0 +1,99 @@
+"""The command that people type, as they type it: real Ray, real FSDP2, real vLLM, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = (
+    "data.train_batch_size=8",
+    "data.generated_val_size=16",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "trainer.total_training_steps=2",
+    "trainer.logger=[jsonl]",
+)
+TIMES = ("timing_s/", "perf/", "publish/", "residency/")
+
+
+def _main_ppo(folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Metrics by step of ``python -m hybridflow.main_ppo`` with ``SMALL`` and overrides."""
+    command = [sys.executable, "-m", "hybridflow.main_ppo", *SMALL, f"trainer.default_local_dir={folder}", *overrides]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _trained(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    steps = [row for row in rows if "actor/optimizer_steps" in row]
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["actor/optimizer_steps"] == 2 and row["actor/grad_skipped"] == 0
+        assert row["training/rollout_log_prob_diff/max"] < 1e-4 and row["training/rollout_log_prob_diff/mean"] < 5e-6
+    return steps
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+def test_grpo_runs_on_ray_and_vllm_and_leaves_its_outputs(tmp_path):
+    rows = _main_ppo(tmp_path / "run", "trainer.save_freq=2", f"trainer.rollout_data_dir={tmp_path / 'rollouts'}")
+    steps = _trained(rows)
+    assert rows[0]["step"] == 0 and any(name.startswith("val-core/") for name in rows[0])
+    assert all(row["publish/bytes"] == 0 for row in steps)  # one rank: nothing has to travel
+    assert (tmp_path / "run" / "resolved_config.yaml").is_file()
+    assert (tmp_path / "run" / "global_step_2" / "manifest.json").is_file()
+    samples = [json.loads(line) for line in (tmp_path / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+    assert len(samples) == 32 and {"prompt", "response", "score", "finish_reason"} <= samples[0].keys()
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+def test_two_workers_share_one_tensor_parallel_generator_and_give_the_numbers_of_one(tmp_path):
+    one = _trained(_main_ppo(tmp_path / "one", "trainer.val_before_train=False"))
+    two = _trained(
+        _main_ppo(
+            tmp_path / "two",
+            "trainer.val_before_train=False",
+            "trainer.n_gpus_per_node=2",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        )
+    )
+    assert two[0]["publish/ratio_to_bound"] <= 1.05
+    for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy_old"):
+        assert two[0][name] == pytest.approx(one[0][name], abs=1e-4), name
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+def test_ppo_with_critic_reference_and_kl_in_the_reward_runs_on_two_ranks(tmp_path):
+    rows = _main_ppo(
+        tmp_path,
+        "preset=ppo",
+        "actor_rollout_ref.rollout.n=1",
+        "trainer.val_before_train=False",
+        "trainer.n_gpus_per_node=2",
+        "trainer.critic_warmup=1",
+    )
+    first, second = [row for row in rows if "critic/vf_loss" in row]
+    assert "actor/pg_loss" not in first and "actor/pg_loss" in second  # the critic learns alone at first
+    assert math.isfinite(first["critic/vf_loss"]) and first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.ray
+def test_a_ray_group_and_this_process_give_the_same_numbers(tmp_path):
+    overrides = ("actor_rollout_ref.rollout.name=hf", "trainer.val_before_train=False", "trainer.threads_per_worker=1")
+    ray = _trained(_main_ppo(tmp_path / "ray", *overrides))
+    local = _trained(_main_ppo(tmp_path / "local", *overrides, "trainer.controller=local"))
+    for one, other in zip(ray, local, strict=True):
+        assert one.keys() == other.keys()
+        differing = {k for k in one if not k.startswith(TIMES) and one[k] != other[k]}
+        assert not differing
