@@ -1,10 +1,11 @@
 """Makes the warm-start model that ships with hybridflow (``hybridflow/data/builtin_model``), in about three minutes.
 
-A random 0.45M-parameter Qwen2 is supervised on additions: first on right answers until it has the idea, then on answers
-of which a share has one wrong digit. What comes out answers mostly wrong when sampled, and GRPO has something to teach.
-It never sees a held-out pair. Usage:
+A random 0.45M-parameter Qwen2 is supervised on additions: first on right answers until it has the idea, then by a
+sloppy teacher, most of whose answers are wrong: he forgets the carry, or gets a digit wrong. What comes out is wrong on
+most questions when sampled, and on most questions with a carry when greedy; GRPO has both to teach. The model never
+sees a held-out pair. Usage:
 
-    python scripts/make_builtin_model.py [--out FOLDER] [--clean-steps 400] [--noisy-steps 150] [--wrong-share 0.75]
+    python scripts/make_builtin_model.py [--out FOLDER] [--clean-steps 700] [--sloppy-steps 150] [--wrong-share 0.7]
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from hybridflow.data.builtin_spec import (
 
 logger = logging.getLogger("make_builtin_model")
 BATCH_ROWS = 256
+FORGETFUL_SHARE = 0.8
+"""Of the wrong answers to questions with a carry: those that forget it."""
 IGNORED = -100
 """Label of positions without loss."""
 
@@ -43,9 +46,9 @@ IGNORED = -100
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=SHIPPED_MODEL, help="folder to write")
-    parser.add_argument("--clean-steps", type=int, default=400, help="steps on right answers")
-    parser.add_argument("--noisy-steps", type=int, default=150, help="steps on partly wrong answers")
-    parser.add_argument("--wrong-share", type=float, default=0.75, help="share of wrong answers in the second part")
+    parser.add_argument("--clean-steps", type=int, default=700, help="steps on right answers")
+    parser.add_argument("--sloppy-steps", type=int, default=150, help="steps with the sloppy teacher")
+    parser.add_argument("--wrong-share", type=float, default=0.7, help="share of his answers that are wrong")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -53,7 +56,7 @@ def main() -> None:
     model = Qwen2ForCausalLM(AutoConfig.for_model(**MODEL_CONFIG))
     draw = random.Random(options.seed)
     supervise(model, draw, steps=options.clean_steps, peak_lr=3e-3, wrong_share=0.0)
-    supervise(model, draw, steps=options.noisy_steps, peak_lr=1e-3, wrong_share=options.wrong_share)
+    supervise(model, draw, steps=options.sloppy_steps, peak_lr=1e-3, wrong_share=options.wrong_share)
     write_folder(model, options.out)
 
 
@@ -79,7 +82,7 @@ def demonstrations(batch: list[Pair], draw: random.Random, wrong_share: float) -
     texts = []
     for pair in batch:
         right = answer_text(pair)
-        texts.append((prompt_text(pair), slip(right, draw) if draw.random() < wrong_share else right))
+        texts.append((prompt_text(pair), mistake(pair, draw) if draw.random() < wrong_share else right))
     width = max(len(question) + len(answer) + 1 for question, answer in texts)
     ids = torch.full((len(texts), width), PAD_ID)
     labels = torch.full((len(texts), width), IGNORED)
@@ -90,11 +93,14 @@ def demonstrations(batch: list[Pair], draw: random.Random, wrong_share: float) -
     return ids, labels
 
 
-def slip(answer: str, draw: random.Random) -> str:
-    """``answer`` with one digit wrong."""
-    at = draw.randrange(len(answer))
-    digit = draw.choice([digit for digit in "0123456789" if digit != answer[at]])
-    return answer[:at] + digit + answer[at + 1 :]
+def mistake(pair: Pair, draw: random.Random) -> str:
+    """A wrong answer: without the carry of the units where there is one (mostly), else with one digit changed."""
+    if sum(number % 10 for number in pair) >= 10 and draw.random() < FORGETFUL_SHARE:
+        return str(sum(pair) - 10)
+    right = answer_text(pair)
+    at = draw.randrange(len(right))
+    digit = draw.choice([digit for digit in "0123456789" if digit != right[at]])
+    return right[:at] + digit + right[at + 1 :]
 
 
 @torch.no_grad()

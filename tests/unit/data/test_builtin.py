@@ -72,5 +72,5 @@ def test_the_warm_start_knows_the_task_badly():
         texts = tokenizer.decode_responses(out[:, 6:].tolist())
         return sum(text == answer_text(pair) for text, pair in zip(texts, questions, strict=True)) / len(questions)
 
-    assert 0.1 < accuracy(greedy=False) < 0.45
-    assert 0.5 < accuracy(greedy=True) < 0.95
+    assert 0.15 < accuracy(greedy=False) < 0.35
+    assert 0.4 < accuracy(greedy=True) < 0.7
