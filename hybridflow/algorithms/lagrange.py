@@ -1,4 +1,10 @@
-"""The multiplier of Safe-RLHF: how much cost weighs against reward, learned from whether the cost limit holds."""
+"""Safe-RLHF (arXiv:2310.12773): reward against cost, with a multiplier that is learned from whether the limit holds.
+
+    A = (A_reward - lambda A_cost) / (1 + lambda)
+
+Costs are credited by the same estimator as rewards, from values of their own where it needs values. They are neither
+shaped nor reduced by a KL: the limit is in the unit in which the reward function states them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,15 @@ from collections.abc import Mapping
 from jaxtyping import Float
 from torch import Tensor
 
-from hybridflow.config.algorithm import SafeRLHFConfig
+from hybridflow.algorithms.advantages import resolve
+from hybridflow.algorithms.masking import masked_mean, masked_moments
+from hybridflow.algorithms.rewards import place_scores
+from hybridflow.batch.batch import Batch
+from hybridflow.config.algorithm import AlgorithmConfig, SafeRLHFConfig
+
+Metrics = dict[str, float]
+
+_PASSED_BY_NAME = frozenset({"token_rewards", "mask", "group_id", "config", "values"})
 
 
 class LagrangeMultiplier:
@@ -47,3 +61,43 @@ def combine(
 ) -> Float[Tensor, "B T"]:
     """``(A_reward - lambda A_cost) / (1 + lambda)``: the scale stays whatever the multiplier is."""
     return (reward_advantages - multiplier * cost_advantages) / (1 + multiplier)
+
+
+def assign_cost_credit(batch: Batch, config: AlgorithmConfig, *, multiplier: float) -> tuple[Batch, Metrics]:
+    """``advantages`` of reward and cost in one, ``cost_returns`` where there are ``cost_values``, and metrics.
+
+    Reads cost, loss_mask, the advantages of the reward, and what the estimator asks for; a pure function over all rows
+    of a step. Rows outside ``loss_mask`` count nowhere.
+
+    Raises:
+        ColumnError: a column that the configuration needs is missing.
+    """
+    mask, cost = batch["loss_mask"], batch["cost"]
+    token_costs = place_scores(scores=cost.float(), mask=mask)
+    others = {name: value for name, value in batch.columns().items() if name not in _PASSED_BY_NAME}
+    if "cost_values" in batch:
+        others["values"] = batch["cost_values"]
+    advantages, returns = resolve(config.adv_estimator)(
+        token_rewards=token_costs, mask=mask, group_id=batch["group_id"], config=config, **others
+    )
+    added = {
+        "advantages": combine(reward_advantages=batch["advantages"], cost_advantages=advantages, multiplier=multiplier)
+    }
+    present = mask.any(dim=1)
+    picked = cost[present]
+    metrics: Metrics = {"safe_rlhf/multiplier": multiplier, "safe_rlhf/cost_limit": config.safe_rlhf.cost_limit}
+    if len(picked):
+        over = (picked > config.safe_rlhf.cost_limit).double()
+        metrics |= {
+            "safe_rlhf/cost/mean": float(picked.mean()),
+            "safe_rlhf/cost/max": float(picked.max()),
+            "safe_rlhf/cost/min": float(picked.min()),
+            "safe_rlhf/over_limit_share": float(over.mean()),
+            "safe_rlhf/cost_advantages/mean": float(masked_mean(advantages.double(), mask)),
+        }
+    if "cost_values" in batch:
+        added["cost_returns"] = returns
+        _, total = masked_moments(returns, mask)
+        _, left = masked_moments(returns - batch["cost_values"], mask)
+        metrics["cost_critic/vf_explained_var"] = float(1 - left / (total + 1e-5))
+    return Batch(added), metrics

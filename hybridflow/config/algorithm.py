@@ -23,6 +23,7 @@ from hybridflow.config.constraints import (
     PositiveInt,
     Section,
     Share,
+    Within,
 )
 
 
@@ -100,6 +101,8 @@ class SafeRLHFConfig(Section):
 
     enable: bool = False
     """Whether costs enter the advantage."""
+    cost_key: str = "cost"
+    """Name of the cost in the dict that the reward function returns."""
     cost_limit: float = 0.0
     """Mean cost allowed."""
     multiplier_init: NonNegativeFloat = 1.0
@@ -141,6 +144,10 @@ class AlgorithmConfig(Section):
     passk: PositiveInt = 2
     """grpo_passk: k."""
     ptx_coef: NonNegativeFloat = 0.0
-    """PPO-ptx: weight of the pretraining loss."""
+    """PPO-ptx: weight of the loss on text, in nats per token (0: off)."""
     ptx_files: tuple[str, ...] = ()
-    """PPO-ptx: text files."""
+    """PPO-ptx: ``.txt`` (one document) and ``.jsonl`` (a document in the key ``text`` of each line) files."""
+    ptx_batch_size: PositiveInt | None = None
+    """PPO-ptx: blocks of text per optimizer step, global; None: as many as the mini-batch has sequences."""
+    ptx_length: Annotated[int, Within(low=2)] | None = None
+    """PPO-ptx: tokens of a block; None: the longest prompt and response together."""

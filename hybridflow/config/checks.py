@@ -31,6 +31,15 @@ GROUP_ESTIMATORS = frozenset(
     }
 )
 """Estimators whose baseline is the other samples of the same prompt."""
+TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
+"""Estimators that read ``old_entropy``."""
+REWARD_ONLY_ESTIMATORS = {
+    "remax": "needs the score of a greedy response",
+    "gdpo": "credits named components of the reward",
+}
+"""Estimators that cannot credit a cost, and why."""
+PTX_SUFFIXES = (".txt", ".jsonl")
+"""Files of text that PPO-ptx reads."""
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -40,6 +49,7 @@ RM = "reward.reward_model"
 def across(config: PPOConfig) -> Iterator[Problem]:
     """Every fault that two or more keys make together."""
     yield from _credit(config)
+    yield from _needs_of_algorithms(config)
     yield from _pools(config)
     yield from _batch_sizes(config)
     yield from _layouts(config)
@@ -50,12 +60,8 @@ def across(config: PPOConfig) -> Iterator[Problem]:
 
 def _not_yet(config: PPOConfig) -> Iterator[Problem]:
     """What engines (engines/train/parallelize.py: refuse_unsupported) and workers lack today, said early."""
-    policy, algorithm = config.actor_rollout_ref, config.algorithm
-    for key, given, fix in (
-        (f"{RM}.enable", config.reward.reward_model.enable, "Use reward.custom_reward_function."),
-        ("algorithm.safe_rlhf.enable", algorithm.safe_rlhf.enable, "Remove the key."),
-        ("algorithm.ptx_coef", algorithm.ptx_coef, "Use 0."),
-    ):
+    policy = config.actor_rollout_ref
+    for key, given, fix in ((f"{RM}.enable", config.reward.reward_model.enable, "Use reward.custom_reward_function."),):
         if given:
             yield Problem(key=key, given=show(given), text="no worker does this yet", fix=fix)
     if policy.model.lora_rank > 0 and policy.actor.tensor_parallel_size > 1:
@@ -141,6 +147,43 @@ def _credit(config: PPOConfig) -> Iterator[Problem]:
         key, reads = "algorithm.rollout_correction.rollout_rs_threshold", ("algorithm.rollout_correction.rollout_rs",)
         given = show(correction.rollout_rs_threshold)
         yield Problem(key=key, given=given, text=text, fix="Give one for all, or one each.", reads=reads)
+
+
+def _needs_of_algorithms(config: PPOConfig) -> Iterator[Problem]:
+    """What one choice of the algorithm needs of the others."""
+    algorithm, policy = config.algorithm, config.actor_rollout_ref
+    bypass_key = "algorithm.rollout_correction.bypass_mode"
+    estimator, bypass = algorithm.adv_estimator, algorithm.rollout_correction.bypass_mode
+    if estimator in TOKEN_BASELINES:
+        text = f"algorithm.adv_estimator={estimator} weighs tokens by the old policy's entropy"
+        reads = ("algorithm.adv_estimator",)
+        if not policy.actor.calculate_entropy:
+            fix = f"Set {ACTOR}.calculate_entropy=True."
+            yield Problem(key=f"{ACTOR}.calculate_entropy", given="False", text=text, fix=fix, reads=reads)
+        if bypass:
+            text += ", which bypass_mode does not compute"
+            yield Problem(key=bypass_key, given="True", text=text, fix="Set it to False.", reads=reads)
+    if algorithm.safe_rlhf.enable and estimator in REWARD_ONLY_ESTIMATORS:
+        text = f"algorithm.adv_estimator={estimator} {REWARD_ONLY_ESTIMATORS[estimator]}, and a cost has none"
+        fix = "Use algorithm.adv_estimator=gae or grpo."
+        key, reads = "algorithm.safe_rlhf.enable", ("algorithm.adv_estimator",)
+        yield Problem(key=key, given="True", text=text, fix=fix, reads=reads)
+    if algorithm.ptx_coef > 0 and not algorithm.ptx_files:
+        text, fix = "is empty, and algorithm.ptx_coef mixes in the loss on text", "Name .txt or .jsonl files."
+        yield Problem(key="algorithm.ptx_files", given="[]", text=text, fix=fix, reads=("algorithm.ptx_coef",))
+    if algorithm.ptx_files and algorithm.ptx_coef == 0:
+        text, fix = "gives the loss on algorithm.ptx_files no weight", "Set a weight, for example 1.0, or no files."
+        yield Problem(key="algorithm.ptx_coef", given="0", text=text, fix=fix, reads=("algorithm.ptx_files",))
+    for source in algorithm.ptx_files:
+        if not source.endswith(PTX_SUFFIXES):
+            text, fix = "a file of text is expected", f"Use files that end in {' or '.join(PTX_SUFFIXES)}."
+            yield Problem(key="algorithm.ptx_files", given=source, text=text, fix=fix)
+    if algorithm.ptx_coef > 0 and policy.rollout.temperature != 1:
+        text = "log-probs are tempered by it, and the loss on text is that of the model itself (temperature 1)"
+        given, reads = show(policy.rollout.temperature), ("algorithm.ptx_coef",)
+        yield Problem(
+            key=f"{ROLLOUT}.temperature", given=given, text=text, fix="Use 1, or algorithm.ptx_coef=0.", reads=reads
+        )
 
 
 def _pools(config: PPOConfig) -> Iterator[Problem]:

@@ -44,6 +44,11 @@ class PPOConfig(Section):
         return self.algorithm.adv_estimator in VALUE_ESTIMATORS
 
     @property
+    def needs_cost_critic(self) -> bool:
+        """Whether values of the cost are part of the dataflow (Safe-RLHF beside a critic)."""
+        return self.algorithm.safe_rlhf.enable and self.needs_critic
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a KL to the reference is asked for anywhere."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss

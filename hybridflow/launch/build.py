@@ -23,6 +23,7 @@ from hybridflow.launch.plan import RunPlan
 from hybridflow.launch.specs import ModelSource, worker_specs
 from hybridflow.roles.handles import (
     ActorHandle,
+    CostCriticHandle,
     CriticHandle,
     Handle,
     ReferenceHandle,
@@ -36,6 +37,7 @@ from hybridflow.trainer.ppo import PPOTrainer
 from hybridflow.trainer.progress import StartUp, final_lines
 from hybridflow.trainer.remax import ReMaxTrainer
 from hybridflow.trainer.run import Run
+from hybridflow.trainer.safe_rlhf import SafeRLHFTrainer
 from hybridflow.trainer.tracking import build_trackers
 from hybridflow.utils import logging as run_logging
 
@@ -114,8 +116,14 @@ def _assemble(config: PPOConfig, plan: RunPlan, start: StartUp, stack: ExitStack
         total_steps=total_steps,
         bytes_moved=lambda: sum(group.bytes_moved() for group in groups.values()),
     )
-    trainer = TRAINERS.get(config.algorithm.adv_estimator, PPOTrainer)
-    return trainer(roles, record, config), record
+    return trainer_of(config)(roles, record, config), record
+
+
+def trainer_of(config: PPOConfig) -> type[PPOTrainer]:
+    """The dataflow of the run."""
+    if config.algorithm.safe_rlhf.enable:
+        return SafeRLHFTrainer
+    return TRAINERS.get(config.algorithm.adv_estimator, PPOTrainer)
 
 
 def _model_source(config: PPOConfig) -> tuple[ModelSource, Tokenizer]:
@@ -151,15 +159,19 @@ def _roles(config: PPOConfig, plan: RunPlan, groups: dict[str, WorkerGroup]) -> 
 
     actor = handle(ActorHandle, "actor", updates=True)
     critic = handle(CriticHandle, "critic", updates=True) if "critic" in played else None
+    cost_critic = handle(CostCriticHandle, "cost_critic", updates=True) if "cost_critic" in played else None
     checkpointed: dict[str, Checkpointed] = {"actor": actor}
     if critic is not None:
         checkpointed["critic"] = critic
+    if cost_critic is not None:
+        checkpointed["cost_critic"] = cost_critic
     return Roles(
         actor=actor,
         rollout=handle(RolloutHandle, "rollout"),
         weights=WeightsHandle(groups[MAIN_POOL], "weights"),
         reward=handle(RewardHandle, "reward"),
         critic=critic,
+        cost_critic=cost_critic,
         reference=handle(ReferenceHandle, "reference") if "reference" in played else None,
         checkpointed=checkpointed,
     )

@@ -40,6 +40,9 @@ def dataflow(config: PPOConfig) -> tuple[Stage, ...]:
         stages.append(Stage(stage="score", role="reference", method=call, reads=SEQUENCE, writes=writes))
     if config.needs_critic:
         stages.append(Stage(stage="score", role="critic", method="compute_values", reads=SEQUENCE, writes=("values",)))
+    if config.needs_cost_critic:
+        call, writes = "compute_values", ("cost_values",)
+        stages.append(Stage(stage="score", role="cost_critic", method=call, reads=SEQUENCE, writes=writes))
     return (*stages, *_credit(config), *_learn(config))
 
 
@@ -58,7 +61,17 @@ def _credit(config: PPOConfig) -> tuple[Stage, ...]:
         reads=tuple(dict.fromkeys(reads)),
         writes=tuple(writes),
     )
-    return (stage,)
+    if not config.algorithm.safe_rlhf.enable:
+        return (stage,)
+    values = ("cost_values",) if config.needs_cost_critic else ()
+    cost = Stage(
+        stage="credit",
+        role="actor",
+        method="compute_cost_advantage",
+        reads=("cost", "loss_mask", "advantages", "group_id", *values),
+        writes=("advantages", *(("cost_returns",) if values else ())),
+    )
+    return stage, cost
 
 
 def _learn(config: PPOConfig) -> tuple[Stage, ...]:
@@ -70,6 +83,9 @@ def _learn(config: PPOConfig) -> tuple[Stage, ...]:
     if config.needs_critic:
         columns = (*SEQUENCE, "values", "returns", "loss_mask")
         stages.append(Stage(stage="learn", role="critic", method="update_critic", reads=columns, writes=()))
+    if config.needs_cost_critic:
+        columns = (*SEQUENCE, "cost_values", "cost_returns", "loss_mask")
+        stages.append(Stage(stage="learn", role="cost_critic", method="update_critic", reads=columns, writes=()))
     stages.append(Stage(stage="learn", role="actor", method="update_actor", reads=tuple(reads), writes=()))
     stages.append(Stage(stage="publish", role="weights", method="publish", reads=(), writes=()))
     return tuple(stages)

@@ -33,6 +33,7 @@ def estimate(
         "actor": (policy.model, policy.actor.fsdp_config),
         "reference": (policy.model, policy.ref.fsdp_config),
         "critic": (config.critic.model, config.critic.fsdp),
+        "cost_critic": (config.critic.model, config.critic.fsdp),
         "reward": (config.reward.reward_model.model, config.reward.reward_model.fsdp_config),
     }
     lines = []
@@ -72,7 +73,9 @@ def _trained(
         * compute
         // (dims.tp * dims.pp)
     )
-    logits = 0 if role.role == "critic" else min(tokens, LOGIT_CHUNK_TOKENS) * model.vocabulary * 4 * 2 // dims.tp
+    logits = (
+        0 if role.role.endswith("critic") else min(tokens, LOGIT_CHUNK_TOKENS) * model.vocabulary * 4 * 2 // dims.tp
+    )
     resident = {"parameters": parameters} | ({"optimizer": 2 * parameters} if trains else {})
     peak = {"gathered layers": gathered, "activations": kept, "logits": logits}
     return MemoryLine(

@@ -79,20 +79,21 @@ def place(config: PPOConfig, device: Device) -> tuple[RolePlan, ...]:
             role="rollout", pool=MAIN_POOL, mesh="rollout", dims=generation_layout(config.world_of("rollout"), tp=tp)
         ),
     ]
-    for role, section, sharding, plays in (
-        ("reference", ref, ref.fsdp_config, config.needs_reference),
-        ("critic", critic, critic.fsdp, config.needs_critic),
+    for role, home, section, sharding, plays in (
+        ("reference", "reference", ref, ref.fsdp_config, config.needs_reference),
+        ("critic", "critic", critic, critic.fsdp, config.needs_critic),
+        ("cost_critic", "critic", critic, critic.fsdp, config.needs_cost_critic),
     ):
         if plays:
             dims = training_layout(
-                config.world_of(role),
+                config.world_of(home),
                 pp=section.pipeline_parallel_size,
                 sp=section.ulysses_sequence_parallel_size,
                 tp=section.tensor_parallel_size,
                 shard=sharding.fsdp_size,
                 zero_stage=section.zero_stage,
             )
-            roles.append(RolePlan(role=role, pool=config.pool_of(role), mesh="train", dims=dims))
+            roles.append(RolePlan(role=role, pool=config.pool_of(home), mesh="train", dims=dims))
     if model.enable or device == "cpu" or config.pool_of("reward") != MAIN_POOL:
         pool, world = config.pool_of("reward"), config.world_of("reward")
         shard = model.fsdp_config.fsdp_size

@@ -34,6 +34,8 @@ def _updates(config: PPOConfig) -> tuple[UpdatePlan, ...]:
     roles = [("actor", actor.ppo_mini_batch_size, actor.ppo_epochs)]
     if config.needs_critic:
         roles.append(("critic", config.critic_mini_batch_size, config.critic_epochs))
+    if config.needs_cost_critic:
+        roles.append(("cost_critic", config.critic_mini_batch_size, config.critic_epochs))
     return tuple(
         UpdatePlan(
             role=role,
@@ -68,6 +70,8 @@ def _micro_plans(config: PPOConfig, layouts: Mapping[str, ParallelDims]) -> tupl
         ("reference", "compute_ref_log_prob", ref.log_prob_use_dynamic_bsz, prior, batch, config.needs_reference),
         ("critic", "compute_values", critic.use_dynamic_bsz, value, batch, config.needs_critic),
         ("critic", "update_critic", critic.use_dynamic_bsz, learn, critic_mini, config.needs_critic),
+        ("cost_critic", "compute_values", critic.use_dynamic_bsz, value, batch, config.needs_cost_critic),
+        ("cost_critic", "update_critic", critic.use_dynamic_bsz, learn, critic_mini, config.needs_cost_critic),
         ("reward", "compute_reward", None, score, batch, model.enable),
     ]
     return tuple(

@@ -17,6 +17,7 @@ WORKERS: dict[str, str] = {
     "rollout": "hybridflow.workers.rollout:RolloutWorker",
     "weights": "hybridflow.workers.hybrid:WeightsWorker",
     "critic": "hybridflow.workers.critic:CriticWorker",
+    "cost_critic": "hybridflow.workers.critic:CriticWorker",
     "reward": "hybridflow.workers.reward:RewardWorker",
 }
 """Worker class by role, in the order in which a process builds them: weights joins the actor and rollout before it."""
@@ -47,14 +48,20 @@ def worker_specs(
     dims = {role.role: role.dims for role in plan.roles}
     rollout_tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     arguments: dict[str, Mapping[str, Any]] = {
-        "actor": {"model_path": source.policy, "total_steps": total_steps, "rollout_tp": rollout_tp},
-        "reference": {"model_path": source.policy},
+        "actor": {
+            "model_path": source.policy,
+            "total_steps": total_steps,
+            "rollout_tp": rollout_tp,
+            "vocab_limit": source.vocab_limit,
+        },
+        "reference": {"model_path": source.policy, "vocab_limit": source.vocab_limit},
         "rollout": {
             "model_path": source.policy,
             "eos_token_ids": source.eos_token_ids,
             "vocab_limit": source.vocab_limit,
         },
         "critic": {"model_path": source.critic, "total_steps": total_steps},
+        "cost_critic": {"model_path": source.critic, "total_steps": total_steps},
     }
     pools = {role.role: role.pool for role in plan.roles} | {"weights": MAIN_POOL}
     specs: dict[str, list[WorkerSpec]] = {}

@@ -83,6 +83,10 @@ class ActorHandle(Handle):
         """See ``roles.protocols.Actor``."""
         return self._call("compute_advantage", batch, kl_coef=kl_coef)
 
+    def compute_cost_advantage(self, batch: Batch, *, multiplier: float) -> Pending[tuple[Batch, Metrics]]:
+        """See ``roles.protocols.Actor``."""
+        return self._call("compute_cost_advantage", batch, multiplier=multiplier)
+
     def update_actor(self, batch: Batch, *, step: int) -> Pending[Metrics]:
         """See ``roles.protocols.Actor``."""
         return self._update("update_actor", batch, step)
@@ -98,6 +102,22 @@ class CriticHandle(Handle):
     def update_critic(self, batch: Batch, *, step: int) -> Pending[Metrics]:
         """See ``roles.protocols.Critic``."""
         return self._update("update_critic", batch, step)
+
+
+class CostCriticHandle(CriticHandle):
+    """A second critic whose target is the cost: the same worker, its columns and metrics under names of their own."""
+
+    def compute_values(self, batch: Batch) -> Pending[Batch]:
+        """Adds cost_values."""
+        return Mapped(super().compute_values(batch), lambda found: Batch({"cost_values": found["values"]}))
+
+    def update_critic(self, batch: Batch, *, step: int) -> Pending[Metrics]:
+        """All mini-batches and epochs of one step, on cost_values and cost_returns; metrics are ``cost_critic/*``."""
+        targets = batch.with_columns(values=batch["cost_values"], returns=batch["cost_returns"])
+        return Mapped(
+            super().update_critic(targets, step=step),
+            lambda metrics: {f"cost_{name}": value for name, value in metrics.items()},
+        )
 
 
 class ReferenceHandle(Handle):

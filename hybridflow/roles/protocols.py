@@ -41,6 +41,10 @@ class Actor(Protocol):
         """Adds token_rewards, advantages and returns (and correction weights); metrics of credit assignment."""
         ...
 
+    def compute_cost_advantage(self, batch: Batch, *, multiplier: float) -> Pending[tuple[Batch, Metrics]]:
+        """Safe-RLHF: advantages of reward and cost in one, and cost_returns where there are cost_values."""
+        ...
+
     def update_actor(self, batch: Batch, *, step: int) -> Pending[Metrics]:
         """All mini-batches and epochs of one step."""
         ...
@@ -103,6 +107,8 @@ class Roles:
     weights: Weights
     reward: Reward
     critic: Critic | None = None
+    cost_critic: Critic | None = None
+    """Safe-RLHF: values of the cost (columns cost_values and cost_returns)."""
     reference: Reference | None = None
     checkpointed: Mapping[str, Checkpointed]
-    """By folder name: actor, critic."""
+    """By folder name: actor, critic, cost_critic."""

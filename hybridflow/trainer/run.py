@@ -23,6 +23,7 @@ from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.trainer.metrics import batch_metrics
 from hybridflow.trainer.tracking import Tracker
 from hybridflow.trainer.validate import validate
+from hybridflow.trainer.warnings import Alarms
 from hybridflow.utils.errors import ConfigError
 from hybridflow.utils.timing import Stopwatch
 
@@ -47,6 +48,18 @@ class Prompts(Protocol):
     @property
     def epoch(self) -> int:
         """Passes over the data that are complete."""
+        ...
+
+
+class Stateful(Protocol):
+    """What a dataflow learns besides weights, in a checkpoint."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Plain values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from them."""
         ...
 
 
@@ -91,6 +104,12 @@ class Run:
         self._metrics: dict[str, float] = {}
         self._watch = Stopwatch()
         self._validated_at: int | None = None
+        self._kept: dict[str, Stateful] = {}
+        self._alarms = Alarms()
+
+    def keep(self, name: str, state: Stateful) -> None:
+        """Saves ``state`` with every checkpoint and restores it with the run; to be called before ``restore``."""
+        self._kept[name] = state
 
     def next_prompts(self, n: int) -> Batch:
         """The next prompts, each ``n`` times next to itself, with ``sample_index`` 0..n-1."""
@@ -158,6 +177,8 @@ class Run:
         state = found.state()
         self._prompts.load_state_dict(state["prompts"])
         self.kl.load_state_dict(state["kl"])
+        for name, kept in self._kept.items():
+            kept.load_state_dict(state[name])
         self.first_validation = state["first_validation"]
         logger.info("resumed from %s", found.folder)
         return found.step
@@ -182,6 +203,7 @@ class Run:
             "prompts": self._prompts.state_dict(),
             "kl": self.kl.state_dict(),
             "first_validation": self.first_validation,
+            **{name: kept.state_dict() for name, kept in self._kept.items()},
         }
         self._store.save(step, write_roles, state)
 
@@ -203,6 +225,7 @@ class Run:
         seconds = self._watch.seconds["step"]
         tokens = self._metrics.get("perf/total_num_tokens", 0.0)
         self.record({**self._watch.take(), "perf/time_per_step": seconds, "perf/throughput": tokens / seconds})
+        self._alarms.say(self._metrics)
         self._tracker.log(step, self._metrics)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from hybridflow.algorithms.credit import assign_credit
+from hybridflow.algorithms.lagrange import assign_cost_credit
 from hybridflow.algorithms.losses import ActorLoss
 from hybridflow.algorithms.rewards import RewardNormalizer
 from hybridflow.batch.batch import Batch
@@ -24,8 +25,9 @@ from hybridflow.roles.protocols import Metrics
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
 from hybridflow.workers.minibatch import micro_batching
+from hybridflow.workers.peak_memory import PeakMemory
 from hybridflow.workers.residence import resident
-from hybridflow.workers.update import Schedule, update_epochs
+from hybridflow.workers.update import Schedule, memory_metrics, update_epochs
 
 NORMALIZER_FILE = "reward_statistics.json"
 SEQUENCE = ("prompt_ids", "prompt_length", "response_ids", "response_length", "response_mask")
@@ -49,9 +51,10 @@ class ActorWorker:
         context: where this rank runs.
         config: the whole configuration.
         dims: training layout.
-        total_steps: trainer steps of the run (for the learning-rate schedule).
+        total_steps: trainer steps of the run (for the learning-rate schedule); None: it needs none.
         rollout_tp: tensor-parallel size of the generator; decides the order of shards.
         model_path: folder of the weights.
+        vocab_limit: ids from here on are never sampled (rows of the embedding beyond the tokenizer).
     """
 
     def __init__(
@@ -60,9 +63,10 @@ class ActorWorker:
         *,
         config: PPOConfig,
         dims: ParallelDims,
-        total_steps: int,
+        total_steps: int | None,
         rollout_tp: int,
         model_path: str,
+        vocab_limit: int | None = None,
     ) -> None:
         policy = config.actor_rollout_ref
         actor = policy.actor
@@ -72,6 +76,14 @@ class ActorWorker:
         self.make_room: Callable[[], None] = lambda: None
         """Called before the actor needs the devices; the weights worker puts the generator to sleep here."""
         self._temperature = policy.rollout.temperature
+        self._schedule = Schedule(
+            mini_rows=actor.ppo_mini_batch_size * policy.rollout.n,
+            group_size=policy.rollout.n,
+            epochs=actor.ppo_epochs,
+            shuffle_seed=config.trainer.seed if actor.shuffle else None,
+            unit=actor.optim.schedule_unit,
+        )
+        self._peaks = PeakMemory(context.device)
         # Where FSDP is the only axis, shards are laid out so that the generator's slices need the fewest bytes.
         plain_fsdp = dims.dp_shard == dims.world and dims.world % rollout_tp == 0
         self.engine: TrainEngine = load(TRAIN_ENGINES[actor.strategy])(
@@ -82,8 +94,10 @@ class ActorWorker:
             optim=actor.optim,
             grad_clip=actor.grad_clip,
             device=context.device,
-            total_steps=total_steps,
+            total_steps=self._schedule.units(total_steps, config.data.train_batch_size * policy.rollout.n),
             seed=config.trainer.seed,
+            vocab_limit=vocab_limit,
+            compile_layers=actor.use_torch_compile,
             shard_order=permuted_order(dims.dp_shard, rollout_tp) if plain_fsdp else None,
             row_parallel_shard_dim1=plain_fsdp,
         )
@@ -106,12 +120,6 @@ class ActorWorker:
             rows=policy.rollout.log_prob_micro_batch_size_per_gpu,
             sp=dims.sp,
         )
-        self._schedule = Schedule(
-            mini_rows=actor.ppo_mini_batch_size * policy.rollout.n,
-            group_size=policy.rollout.n,
-            epochs=actor.ppo_epochs,
-            shuffle_seed=config.trainer.seed if actor.shuffle else None,
-        )
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -125,7 +133,7 @@ class ActorWorker:
         """old_log_probs and old_entropy, ``[b, T]`` float32 nats of the tempered distribution."""
         wanted = {"log_probs"} | ({"entropy"} if self._config.actor_rollout_ref.actor.calculate_entropy else set())
         needs = frozenset(wanted)
-        with self.at_work():
+        with self.at_work(), self._peaks.phase("compute_log_prob"):
             found = self.engine.forward(batch, needs, temperature=self._temperature, micro=self._forward_micro)
         entropy = found.get("entropy", torch.zeros_like(found["log_probs"]))
         return Batch({"old_log_probs": found["log_probs"], "old_entropy": entropy})
@@ -143,11 +151,16 @@ class ActorWorker:
             policy_loss=self._config.actor_rollout_ref.actor.policy_loss,
         )
 
+    @register(dispatch="RANK_ZERO")
+    def compute_cost_advantage(self, batch: Batch, *, multiplier: float) -> tuple[Batch, Metrics]:
+        """Advantages of reward and cost in one, over the whole batch (algorithms/lagrange.py)."""
+        return assign_cost_credit(batch, self._config.algorithm, multiplier=multiplier)
+
     @register(dispatch="MESH_3D", reads=(*SEQUENCE, *CREDIT, "row_index"))
     def update_actor(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
-        """All mini-batches and epochs of one trainer step; metrics are the same on every rank."""
-        with self.at_work():
-            return update_epochs(
+        """All mini-batches and epochs of one trainer step; metrics (but for times) are the same on every rank."""
+        with self.at_work(), self._peaks.phase("update_actor"):
+            metrics = update_epochs(
                 self.engine,
                 batch,
                 self._loss,
@@ -158,6 +171,7 @@ class ActorWorker:
                 step=step,
                 prefix="actor",
             )
+        return metrics | memory_metrics(self.engine, self._peaks)
 
     @register(dispatch="ONE_TO_ALL")
     def save_checkpoint(self, folder: str) -> None:
