@@ -9,6 +9,7 @@ from hybridflow.cli.front import BAD_MACHINE, OK, compose_and_run, report
 from hybridflow.cli.show_plan import plan_console, print_findings, print_plan
 from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig
+from hybridflow.launch.cluster import ClusterStart
 from hybridflow.launch.environment import ensure_environment
 from hybridflow.launch.findings import fatal
 from hybridflow.launch.machine import inspect_machine
@@ -46,4 +47,5 @@ def start(tree: dict[str, Any]) -> int:
     main_pool = plan.pool(MAIN_POOL)
     if config.trainer.controller == "local" and main_pool.pool.world == 1:
         ensure_environment(main_pool.environment, main_pool.unset)  # the workers will live in this very process
-    return load(RUN)(config, plan)
+    cluster = ClusterStart(config)
+    return load(RUN)(config, plan, cluster)

@@ -18,6 +18,7 @@ from hybridflow.data.dataset import build_datasets
 from hybridflow.data.loader import PromptLoader, validation_batches
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.dispatch.group import WorkerGroup
+from hybridflow.launch.cluster import ClusterStart
 from hybridflow.launch.groups import open_groups
 from hybridflow.launch.plan import RunPlan
 from hybridflow.launch.specs import ModelSource, worker_specs
@@ -55,13 +56,18 @@ TRY_NEXT = (
 )
 
 
-def run(config: PPOConfig, plan: RunPlan) -> int:
-    """Runs every step of the plan; 0 when all are done. Whatever happens, every process that it started is ended."""
+def run(config: PPOConfig, plan: RunPlan, cluster: ClusterStart | None = None) -> int:
+    """Runs every step of the plan; 0 when all are done. Whatever happens, every process that it started is ended.
+
+    ``cluster``: Ray that starts in the background since before torch was imported; None: it is started here.
+    """
     run_logging.set_up()
     start = StartUp()
     folder = Path(config.trainer.default_local_dir)
     _write_config(config, folder)
     with ExitStack() as stack:
+        with start.phase("wait for ray"):
+            (cluster or ClusterStart(config)).enter(stack)
         trainer, record = _assemble(config, plan, start, stack)
         console = Console(highlight=False, soft_wrap=True)
         console.print(start.table())

@@ -18,10 +18,7 @@ from hybridflow.utils.optional import load
 def open_groups(
     config: PPOConfig, plan: RunPlan, specs: Mapping[str, Sequence[WorkerSpec]], stack: ExitStack
 ) -> dict[str, WorkerGroup]:
-    """One started group per pool; ``stack`` ends them (and our own Ray), last first. Returns before workers stand."""
-    if config.trainer.controller == "ray":
-        cluster = load("hybridflow.single_controller.cluster:start_ray")(config.ray_kwargs.ray_init)
-        stack.callback(load("hybridflow.single_controller.cluster:stop_ray"), cluster)
+    """One started group per pool; ``stack`` ends them, last first. Returns before workers stand."""
     groups: dict[str, WorkerGroup] = {}
     for name, pool_specs in specs.items():
         pool = plan.pool(name)
@@ -58,5 +55,6 @@ def method_deadlines(timeouts: TimeoutsConfig) -> dict[str, float]:
         "compute_reward": timeouts.reward_s,
         "publish": timeouts.publish_s,
         "save_checkpoint": timeouts.save_s,
+        "finish_checkpoint": timeouts.save_s,
         "load_checkpoint": timeouts.save_s,
     }
