@@ -64,7 +64,7 @@ class OptimConfig(Section):
     lr: NonNegativeFloat = 1e-6
     """Peak learning rate."""
     optimizer: Annotated[str, OneOf(OPTIMIZERS, open=True)] = "AdamW"
-    """``AdamW``, or the dotted path of a torch optimizer class."""
+    """``AdamW``; ``Muon`` (matrices inside layers, AdamW for the rest); or the dotted path of an optimizer class."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     """Adam moments' decay."""
     eps: PositiveFloat = 1e-8

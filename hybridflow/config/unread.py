@@ -16,9 +16,7 @@ from hybridflow.config.tree import defaults_tree, leaf_names
 
 NOT_READ_YET = (
     "data.dataloader_num_workers",
-    "*.optim.schedule_unit",
     "*.mixed_precision.buffer_dtype",
-    "*.use_torch_compile",
     "*.checkpoint.save_contents",
     "*.checkpoint.load_contents",
     "*.checkpoint.async_save",

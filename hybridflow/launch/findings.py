@@ -9,7 +9,10 @@ import ast
 import importlib.util
 import os
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+
+from packaging.version import Version
 
 from hybridflow.config.actor import ActorConfig, RefConfig
 from hybridflow.config.checks import is_generated
@@ -28,6 +31,8 @@ from hybridflow.utils.errors import MachineError
 MODEL_KEY = "actor_rollout_ref.model.path"
 ROLLOUT = "actor_rollout_ref.rollout"
 GIB = 1 << 30
+MUON_SINCE = (2, 9)
+"""First torch with torch.optim.Muon."""
 
 
 def check_machine(config: PPOConfig, plan: RunPlan, machine: Machine | None = None) -> list[Finding]:
@@ -36,6 +41,7 @@ def check_machine(config: PPOConfig, plan: RunPlan, machine: Machine | None = No
     return [
         *_devices(config, plan, machine),
         *_packages(config),
+        *_training(config, plan),
         *_models(config, plan),
         *check_data(config),
         *_user_code(config),
@@ -134,6 +140,31 @@ def _packages(config: PPOConfig) -> Iterator[Finding]:
         if is_dotted(target) and importlib.util.find_spec(package) is None:
             fix = "Put its folder on PYTHONPATH."
             yield Finding(level="error", what=key, text=f"{target}: no module {package} can be found", fix=fix)
+
+
+def _training(config: PPOConfig, plan: RunPlan) -> Iterator[Finding]:
+    """What the training engine can do on this device and with this torch."""
+    policy = config.actor_rollout_ref
+    roles = [("actor_rollout_ref.actor", policy.actor.use_torch_compile)]
+    roles += [("actor_rollout_ref.ref", policy.ref.use_torch_compile)] if config.needs_reference else []
+    for at, compiled in roles:
+        if compiled and plan.device == "cpu":
+            key, text = f"{at}.use_torch_compile", "layers are compiled on GPUs only, and this run uses the CPU"
+            yield Finding(level="error", what=key, text=text, fix="Use False.")
+    optimizers = [("actor_rollout_ref.actor.optim", policy.actor.optim)]
+    optimizers += [("critic.optim", config.critic.optim)] if config.needs_critic else []
+    for at, optim in optimizers:
+        if optim.optimizer == "Muon" and _torch_release() < MUON_SINCE:
+            text = f"torch {metadata.version('torch')} has no Muon"
+            fix = f"Install torch {'.'.join(map(str, MUON_SINCE))} or later, or use AdamW."
+            yield Finding(level="error", what=f"{at}.optimizer", text=text, fix=fix)
+
+
+def _torch_release() -> tuple[int, ...]:
+    """Release numbers of the installed torch; without one, which another finding says, nothing more is said."""
+    if importlib.util.find_spec("torch") is None:
+        return MUON_SINCE
+    return Version(metadata.version("torch")).release
 
 
 def _models(config: PPOConfig, plan: RunPlan) -> Iterator[Finding]:

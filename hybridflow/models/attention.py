@@ -133,5 +133,10 @@ def _refuse(
             raise EngineError(f"{kind} needs {name} in attention, which packed attention does not compute")
 
 
+def attend_outside_graphs() -> None:
+    """From here on torch.compile leaves packed attention alone, in this process."""
+    AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))
+
+
 AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

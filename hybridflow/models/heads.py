@@ -67,6 +67,8 @@ class PackedModel(nn.Module):
         self.head = head
         self.vocabulary_shard: VocabularyShard | None = None
         """Set by tensor parallelism."""
+        self.vocab_limit: int | None = None
+        """Ids from here on have probability 0 (rows of the embedding beyond the tokenizer); None: there are none."""
         self.sequence_group: dist.ProcessGroup | None = None
         """Ranks that hold the other slices of the packed row (Ulysses)."""
         self.token_multiple = 1
@@ -144,6 +146,7 @@ class PackedModel(nn.Module):
             temperature=temperature,
             entropy="entropy" in needs,
             shard=self.vocabulary_shard,
+            vocab_limit=self.vocab_limit,
         )
         found = {"log_probs": log_probs, "entropy": entropy}
         return {name: value for name, value in found.items() if name in needs and value is not None}
@@ -159,6 +162,11 @@ class PackedModel(nn.Module):
         """The body's layers in order: units of sharding, checkpointing and compilation."""
         names = self.net.no_split if isinstance(self.net, ValueModel) else tuple(self.net._no_split_modules or ())
         return [module for module in self.net.base_model.modules() if type(module).__name__ in names]
+
+    def layer_parameters(self) -> frozenset[str]:
+        """Hugging Face names of all parameters inside ``blocks``; ask before sharding renames their classes."""
+        inside = {id(parameter) for block in self.blocks() for parameter in block.parameters()}
+        return frozenset(name for name, parameter in self.hf_parameters().items() if id(parameter) in inside)
 
     def hf_parameters(self) -> Mapping[str, nn.Parameter]:
         """Parameters by Hugging Face name, ties once."""

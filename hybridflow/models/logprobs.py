@@ -8,6 +8,9 @@ With ``z = (h W^T + b) / temperature``, ``l = logsumexp z``, ``p = exp(z - l)``,
 Rows are worked off in blocks. Where all logits fit the memory target they are kept (as log p, the one tensor the
 gradient needs) and the backward pass costs two matmuls as usual; beyond it they are computed again block by block.
 Under tensor parallelism every rank holds a slice of the vocabulary and only ``[n]`` numbers are reduced.
+
+Embeddings often have more rows than the tokenizer has ids. Ids from ``vocab_limit`` on are never sampled and take no
+part in the distribution: their logits are not computed, and their rows of the head get a gradient of zero.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ def token_log_probs(
     temperature: float = 1.0,
     entropy: bool = False,
     shard: VocabularyShard | None = None,
+    vocab_limit: int | None = None,
     keep_bytes: int = KEEP_BYTES,
     block_bytes: int = BLOCK_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
@@ -56,19 +60,29 @@ def token_log_probs(
         bias: ``[V]`` or None.
         temperature: divides the logits, > 0.
         shard: this rank's slice of the vocabulary; ``hidden`` and ``targets`` are then equal on all its ranks.
+        vocab_limit: ids from here on have probability 0; None: all ids of the head can be sampled.
         keep_bytes, block_bytes: memory targets, see the module.
 
     Raises:
-        ValueError: when the temperature is not positive.
+        ValueError: when the temperature is not positive, or a target is beyond ``vocab_limit``.
     """
     if not temperature > 0:
         raise ValueError(f"log-probs of temperature {temperature} do not exist: it must be above 0")
+    if vocab_limit is not None and targets.numel() and int(targets.max()) >= vocab_limit:
+        raise ValueError(f"token {int(targets.max())} has probability 0: ids from {vocab_limit} on are never sampled")
+    columns = _columns(weight.shape[0], shard, vocab_limit)
     grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    keep = grad and hidden.shape[0] * weight.shape[0] * 4 <= keep_bytes
+    keep = grad and hidden.shape[0] * columns * 4 <= keep_bytes
     log_probs, entropies = _TokenLogProbs.apply(
-        hidden, weight, bias, targets, temperature, entropy, shard, keep, block_bytes
+        hidden, weight, bias, targets, temperature, entropy, shard, columns, keep, block_bytes
     )
     return log_probs, entropies if entropy else None
+
+
+def _columns(rows: int, shard: VocabularyShard | None, vocab_limit: int | None) -> int:
+    """Rows of this rank's head that belong to the distribution: always its first ones."""
+    start = 0 if shard is None else shard.start
+    return rows if vocab_limit is None else max(0, min(rows, vocab_limit - start))
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -84,25 +98,27 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature: float,
         entropy: bool,
         shard: VocabularyShard | None,
+        columns: int,
         keep: bool,
         block_bytes: int,
     ) -> tuple[Tensor, Tensor]:
-        n, vocabulary = hidden.shape[0], weight.shape[0]
-        block = max(1, min(n, block_bytes // (4 * vocabulary))) if n else 1
-        kept = hidden.new_empty((n, vocabulary), dtype=torch.float32) if keep else None
+        n = hidden.shape[0]
+        block = max(1, min(n, block_bytes // (4 * max(columns, 1)))) if n else 1
+        kept = hidden.new_empty((n, columns), dtype=torch.float32) if keep else None
+        head = weight[:columns], None if bias is None else bias[:columns]
         log_probs = hidden.new_empty(n, dtype=torch.float32)
         normaliser = torch.empty_like(log_probs)
         entropies = torch.zeros_like(log_probs)
         for start in range(0, n, block):
             part = slice(start, start + block)
-            log_p, normaliser[part] = _log_softmax(hidden[part], weight, bias, temperature, shard)
+            log_p, normaliser[part] = _log_softmax(hidden[part], *head, temperature, shard)
             log_probs[part] = _pick(log_p, targets[part], shard)
             if entropy:
                 entropies[part] = _entropy(log_p, shard)
             if kept is not None:
                 kept[part] = log_p
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropies, kept)
-        ctx.settings = (temperature, entropy, shard, block)
+        ctx.settings = (temperature, entropy, shard, columns, block)
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         return log_probs, entropies
@@ -110,8 +126,9 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normaliser, entropies, kept = ctx.saved_tensors
-        temperature, entropy, shard, block = ctx.settings
+        temperature, entropy, shard, columns, block = ctx.settings
         n = hidden.shape[0]
+        head = weight[:columns], None if bias is None else bias[:columns]
         if kept is not None:
             block = max(n, 1)
         grad_hidden = torch.zeros_like(hidden)
@@ -122,7 +139,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if kept is not None:
                 log_p = kept[part]
             else:
-                log_p = _logits(hidden[part], weight, bias, temperature).sub_(normaliser[part, None])
+                log_p = _logits(hidden[part], *head, temperature).sub_(normaliser[part, None])
             grad = _grad_logits(
                 log_p,
                 targets[part],
@@ -133,16 +150,16 @@ class _TokenLogProbs(torch.autograd.Function):
             )
             grad = grad.div_(temperature) if temperature != 1.0 else grad
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
+                grad_bias[:columns] += grad.sum(0)
             grad = grad.to(hidden.dtype)
-            torch.mm(grad, weight, out=grad_hidden[part])
+            torch.mm(grad, head[0], out=grad_hidden[part])
             if grad_weight is not None:
-                _add_outer(grad_weight, grad, hidden[part])
+                _add_outer(grad_weight[:columns], grad, hidden[part])
         if shard is not None:
             dist.all_reduce(grad_hidden, group=shard.group)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -170,8 +187,11 @@ def _log_softmax(
 def _pick(log_p: Tensor, targets: Tensor, shard: VocabularyShard | None) -> Tensor:
     if shard is None:
         return log_p.gather(1, targets[:, None])[:, 0]
-    local, mine = _local_targets(log_p, targets, shard)
-    picked = torch.where(mine, log_p.gather(1, local[:, None])[:, 0], torch.zeros((), device=log_p.device))
+    if log_p.shape[1]:
+        local, mine = _local_targets(log_p, targets, shard)
+        picked = torch.where(mine, log_p.gather(1, local[:, None])[:, 0], 0.0)
+    else:  # this rank holds nothing but ids beyond the tokenizer
+        picked = log_p.new_zeros(targets.shape)
     dist.all_reduce(picked, group=shard.group)
     return picked
 
@@ -207,6 +227,8 @@ def _grad_logits(
         grad.mul_(share)
     if shard is None:
         return grad.scatter_add_(1, targets[:, None], grad_log_probs[:, None].to(grad.dtype))
+    if not log_p.shape[1]:
+        return grad
     local, mine = _local_targets(log_p, targets, shard)
     return grad.scatter_add_(1, local[:, None], torch.where(mine, grad_log_probs, 0.0)[:, None].to(grad.dtype))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +28,10 @@ from hybridflow.utils.optional import load
 from hybridflow.workers.minibatch import micro_batching
 from hybridflow.workers.peak_memory import PeakMemory
 from hybridflow.workers.residence import resident
+from hybridflow.workers.saving import begin_save
 from hybridflow.workers.update import Schedule, memory_metrics, update_epochs
+
+logger = logging.getLogger(__name__)
 
 NORMALIZER_FILE = "reward_statistics.json"
 SEQUENCE = ("prompt_ids", "prompt_length", "response_ids", "response_length", "response_mask")
@@ -177,14 +181,28 @@ class ActorWorker:
     def save_checkpoint(self, folder: str) -> None:
         """Writes model, optimizer, schedule and (rank 0, which assigns credit) running reward statistics."""
         with self.at_work():
-            self.engine.save(folder)
-        if self._normalizer is not None and self._context.rank == 0:
+            begin_save(self.engine, folder, self._checkpoint)
+        if self._normalizer is not None and self._context.rank == 0 and "extra" in self._checkpoint.save_contents:
             (Path(folder) / NORMALIZER_FILE).write_text(json.dumps(self._normalizer.state_dict()))
 
     @register(dispatch="ONE_TO_ALL")
+    def checkpoint_written(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return self.engine.saved()
+
+    @register(dispatch="ONE_TO_ALL")
+    def finish_checkpoint(self) -> None:
+        """Completes a save in the background."""
+        self.engine.finish_save()
+
+    @register(dispatch="ONE_TO_ALL")
     def load_checkpoint(self, folder: str) -> None:
-        """Restores them."""
+        """Restores what ``checkpoint.load_contents`` names."""
         with self.at_work():
-            self.engine.load(folder)
-        if self._normalizer is not None and self._context.rank == 0:
-            self._normalizer.load_state_dict(json.loads((Path(folder) / NORMALIZER_FILE).read_text()))
+            self.engine.load(folder, contents=self._checkpoint.load_contents)
+        if self._normalizer is not None and self._context.rank == 0 and "extra" in self._checkpoint.load_contents:
+            statistics = Path(folder) / NORMALIZER_FILE
+            if statistics.exists():
+                self._normalizer.load_state_dict(json.loads(statistics.read_text()))
+            else:
+                logger.warning("%s was saved without reward normalisation: its running statistics start anew", folder)

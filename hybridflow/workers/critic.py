@@ -16,19 +16,30 @@ from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
 from hybridflow.workers.actor import SEQUENCE
 from hybridflow.workers.minibatch import micro_batching
+from hybridflow.workers.peak_memory import PeakMemory
 from hybridflow.workers.residence import resident
-from hybridflow.workers.update import Schedule, update_epochs
+from hybridflow.workers.saving import begin_save
+from hybridflow.workers.update import Schedule, memory_metrics, update_epochs
 
 
 class CriticWorker:
     """One rank of the value model; arguments as the actor's."""
 
     def __init__(
-        self, context: RankContext, *, config: PPOConfig, dims: ParallelDims, total_steps: int, model_path: str
+        self, context: RankContext, *, config: PPOConfig, dims: ParallelDims, total_steps: int | None, model_path: str
     ) -> None:
         critic, actor = config.critic, config.actor_rollout_ref.actor
         group_size = config.actor_rollout_ref.rollout.n
+        self._schedule = Schedule(
+            mini_rows=(critic.ppo_mini_batch_size or actor.ppo_mini_batch_size) * group_size,
+            group_size=group_size,
+            epochs=critic.ppo_epochs or actor.ppo_epochs,
+            shuffle_seed=config.trainer.seed if critic.shuffle else None,
+            unit=critic.optim.schedule_unit,
+        )
+        self._peaks = PeakMemory(context.device)
         self._sharding = critic.sharding
+        self._checkpoint = critic.checkpoint
         self.engine: TrainEngine = load(TRAIN_ENGINES[critic.strategy])(
             model=replace(critic.model, path=model_path),
             head="value",
@@ -37,7 +48,7 @@ class CriticWorker:
             optim=critic.optim,
             grad_clip=critic.grad_clip,
             device=context.device,
-            total_steps=total_steps,
+            total_steps=self._schedule.units(total_steps, config.data.train_batch_size * group_size),
             seed=config.trainer.seed,
         )
         self._loss = CriticLoss(critic, max_response_length=config.response_length)
@@ -53,25 +64,19 @@ class CriticWorker:
             rows=critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu,
             sp=dims.sp,
         )
-        self._schedule = Schedule(
-            mini_rows=(critic.ppo_mini_batch_size or actor.ppo_mini_batch_size) * group_size,
-            group_size=group_size,
-            epochs=critic.ppo_epochs or actor.ppo_epochs,
-            shuffle_seed=config.trainer.seed if critic.shuffle else None,
-        )
 
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("values",))
     def compute_values(self, batch: Batch) -> Batch:
         """values, ``[b, T]`` float32: return expected before each response token (never tempered)."""
-        with resident(self.engine, self._sharding):
+        with resident(self.engine, self._sharding), self._peaks.phase("compute_values"):
             found = self.engine.forward(batch, frozenset({"values"}), temperature=1.0, micro=self._forward_micro)
         return Batch({"values": found["values"]})
 
     @register(dispatch="MESH_3D", reads=(*SEQUENCE, "values", "returns", "loss_mask", "row_index"))
     def update_critic(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
         """All mini-batches and epochs of one trainer step."""
-        with resident(self.engine, self._sharding):
-            return update_epochs(
+        with resident(self.engine, self._sharding), self._peaks.phase("update_critic"):
+            metrics = update_epochs(
                 self.engine,
                 batch,
                 self._loss,
@@ -82,15 +87,26 @@ class CriticWorker:
                 step=step,
                 prefix="critic",
             )
+        return metrics | memory_metrics(self.engine, self._peaks)
 
     @register(dispatch="ONE_TO_ALL")
     def save_checkpoint(self, folder: str) -> None:
         """Writes model, optimizer and schedule."""
         with resident(self.engine, self._sharding):
-            self.engine.save(folder)
+            begin_save(self.engine, folder, self._checkpoint)
+
+    @register(dispatch="ONE_TO_ALL")
+    def checkpoint_written(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return self.engine.saved()
+
+    @register(dispatch="ONE_TO_ALL")
+    def finish_checkpoint(self) -> None:
+        """Completes a save in the background."""
+        self.engine.finish_save()
 
     @register(dispatch="ONE_TO_ALL")
     def load_checkpoint(self, folder: str) -> None:
-        """Restores them."""
+        """Restores what ``checkpoint.load_contents`` names."""
         with resident(self.engine, self._sharding):
-            self.engine.load(folder)
+            self.engine.load(folder, contents=self._checkpoint.load_contents)

@@ -12,41 +12,57 @@ from hybridflow.engines.train.base import TrainEngine
 from hybridflow.engines.train.registry import TRAIN_ENGINES
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
-from hybridflow.workers.actor import SEQUENCE
+from hybridflow.workers.actor import SEQUENCE, ActorWorker
 from hybridflow.workers.minibatch import micro_batching
 from hybridflow.workers.residence import resident
 
 
 class ReferenceWorker:
-    """One rank of the frozen policy; arguments as the actor's."""
+    """One rank of the frozen policy; arguments as the actor's.
 
-    def __init__(self, context: RankContext, *, config: PPOConfig, dims: ParallelDims, model_path: str) -> None:
+    With LoRA the policy of the start is the actor without its adapters: where the actor lives in the same process, at
+    the same layout, its engine serves both and no second model is loaded.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        *,
+        config: PPOConfig,
+        dims: ParallelDims,
+        model_path: str,
+        vocab_limit: int | None = None,
+    ) -> None:
         policy = config.actor_rollout_ref
         self._temperature = policy.rollout.temperature
-        self._sharding = policy.ref.sharding
-        self.engine: TrainEngine = load(TRAIN_ENGINES[policy.ref.strategy])(
-            model=replace(policy.model, path=model_path),
-            head="lm",
-            sharding=self._sharding,
-            dims=dims,
-            optim=None,
-            grad_clip=0.0,
-            device=context.device,
-            total_steps=None,
-            seed=config.trainer.seed,
-        )
         self._micro = micro_batching(
             dynamic=policy.ref.log_prob_use_dynamic_bsz,
             tokens_per_device=policy.ref.log_prob_max_token_len_per_gpu,
             rows=policy.ref.log_prob_micro_batch_size_per_gpu,
             sp=dims.sp,
         )
+        actor: ActorWorker | None = context.siblings.get("actor")
+        if policy.model.lora_rank > 0 and actor is not None and actor.engine.dims == dims:
+            self._forward, self._at_work = actor.engine.forward_without_adapters, actor.at_work
+            return
+        engine: TrainEngine = load(TRAIN_ENGINES[policy.ref.strategy])(
+            model=replace(policy.model, path=model_path),
+            head="lm",
+            sharding=policy.ref.sharding,
+            dims=dims,
+            optim=None,
+            grad_clip=0.0,
+            device=context.device,
+            total_steps=None,
+            seed=config.trainer.seed,
+            vocab_limit=vocab_limit,
+            compile_layers=policy.ref.use_torch_compile,
+        )
+        self._forward, self._at_work = engine.forward, lambda: resident(engine, policy.ref.sharding)
 
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """ref_log_probs, ``[b, T]`` float32 nats of the tempered distribution."""
-        with resident(self.engine, self._sharding):
-            found = self.engine.forward(
-                batch, frozenset({"log_probs"}), temperature=self._temperature, micro=self._micro
-            )
+        with self._at_work():
+            found = self._forward(batch, frozenset({"log_probs"}), temperature=self._temperature, micro=self._micro)
         return Batch({"ref_log_probs": found["log_probs"]})

@@ -1,7 +1,20 @@
-"""One trainer step of learning, shared by actor and critic: epochs x mini-batches, then one tick of the schedule."""
+"""One trainer step of learning, shared by actor and critic: epochs x mini-batches, and the learning-rate schedule.
+
+Beside the loss's own metrics a step reports what it cost (``<role>`` is actor or critic):
+
+    perf/mfu/<role>                 FLOPs of the model (engines/train/work.py) / seconds / devices / a device's peak:
+                                    the datasheet's on known GPUs, elsewhere that of a matrix product measured once
+    perf/tokens_per_second_per_device/<role>
+                                    tokens of rows through forward and backward
+    perf/padding_share/<role>       computed tokens that belong to no row (roundings, ranks without rows), 0 to 1
+    perf/imbalance/<role>           time of the most loaded rank in every round of micro-batches over the mean, from 1
+    perf/max_memory_gb/<phase>      highest memory of a rank during compute_log_prob, update_actor, compute_values,
+                                    update_critic (workers/peak_memory.py)
+"""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -10,6 +23,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.engines.train.base import MicroBatching, TrainEngine
 from hybridflow.utils.seeding import derive_seed
 from hybridflow.workers.minibatch import mini_batches
+from hybridflow.workers.peak_memory import PeakMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +38,14 @@ class Schedule:
     """Passes over the batch."""
     shuffle_seed: int | None
     """None keeps the order of rows."""
+    unit: str = "trainer_step"
+    """What advances the learning rate: trainer_step (once, at the end) or optimizer_step."""
+
+    def units(self, trainer_steps: int | None, total_rows: int) -> int | None:
+        """Length of a run in units of the learning-rate schedule; ``total_rows``: sequences of a trainer step."""
+        if trainer_steps is None or self.unit == "trainer_step":
+            return trainer_steps
+        return trainer_steps * self.epochs * -(-total_rows // self.mini_rows)
 
 
 def update_epochs(
@@ -38,10 +60,12 @@ def update_epochs(
     step: int,
     prefix: str,
 ) -> dict[str, float]:
-    """Metrics of the step: means over its optimizer steps (maxima for ``*_max``), learning rate, skipped steps.
+    """Metrics of the step: means over its optimizer steps (maxima for ``*_max``), skipped steps, costs.
 
+    ``<prefix>/lr`` is the rate that the last optimizer step used. A skipped optimizer step advances the schedule too.
     Collective: every rank of the engine calls it with its rows of the same batch.
     """
+    start = time.perf_counter()
     seed = None if schedule.shuffle_seed is None else derive_seed(schedule.shuffle_seed, prefix, "shuffle", step)
     per_update: defaultdict[str, list[float]] = defaultdict(list)
     for rows in mini_batches(
@@ -55,10 +79,29 @@ def update_epochs(
         metrics = engine.update(rows, loss, temperature=temperature, micro=micro, counts=engine.counts(rows))
         for name, value in metrics.items():
             per_update[name].append(value)
+        if schedule.unit == "optimizer_step":
+            engine.schedule_step()
+    seconds = time.perf_counter() - start
     combined = {_named(name, prefix): _combine(name, values) for name, values in per_update.items()}
-    combined[f"{prefix}/lr"] = engine.schedule_step()
+    if schedule.unit == "trainer_step":
+        engine.schedule_step()
     combined[f"{prefix}/optimizer_steps"] = float(max((len(values) for values in per_update.values()), default=0))
-    return combined
+    return combined | _costs(engine, seconds, prefix)
+
+
+def _costs(engine: TrainEngine, seconds: float, prefix: str) -> dict[str, float]:
+    work, devices = engine.work(), engine.dims.world
+    return {
+        f"perf/mfu/{prefix}": work.flops / (seconds * devices * engine.peak_flops()),
+        f"perf/tokens_per_second_per_device/{prefix}": work.tokens / (seconds * devices),
+        f"perf/padding_share/{prefix}": 1.0 - work.tokens / work.slots if work.slots else 0.0,
+        f"perf/imbalance/{prefix}": work.imbalance,
+    }
+
+
+def memory_metrics(engine: TrainEngine, peaks: PeakMemory) -> dict[str, float]:
+    """``perf/max_memory_gb/<phase>``, the worst rank's. Collective: every rank has been through the same phases."""
+    return {name: engine.largest(value) for name, value in sorted(peaks.take().items())}
 
 
 def _named(name: str, prefix: str) -> str:
@@ -72,4 +115,6 @@ def _combine(name: str, values: list[float]) -> float:
         return min(values)
     if name.endswith("skipped"):
         return sum(values)
+    if name == "lr":
+        return values[-1]
     return sum(values) / len(values)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.contract import Counts, Loss
 from hybridflow.batch.batch import Batch
+from hybridflow.engines.train.work import Work
 from hybridflow.topology.parallel import ParallelDims
 
 
@@ -53,6 +54,16 @@ class TrainEngine(Protocol):
         """Without gradient: the asked-for fields of ``Outputs`` as ``[b, T]`` float32, row order kept."""
         ...
 
+    def forward_without_adapters(
+        self, rows: Batch, needs: frozenset[str], *, temperature: float, micro: MicroBatching
+    ) -> dict[str, Tensor]:
+        """``forward`` of the frozen base: with LoRA, the reference policy. Collective.
+
+        Raises:
+            EngineError: when the engine has no adapters.
+        """
+        ...
+
     def update(
         self, rows: Batch, loss: Loss, *, temperature: float, micro: MicroBatching, counts: Counts
     ) -> dict[str, float]:
@@ -65,6 +76,18 @@ class TrainEngine(Protocol):
 
     def counts(self, rows: Batch) -> Counts:
         """Counts of a mini-batch summed over data-parallel ranks. Collective."""
+        ...
+
+    def work(self) -> Work:
+        """What updates have computed since the last call, over all ranks. Collective."""
+        ...
+
+    def peak_flops(self) -> float:
+        """FLOP/s that one device can reach in the dtype of forward and backward."""
+        ...
+
+    def largest(self, value: float) -> float:
+        """The largest ``value`` of all ranks. Collective."""
         ...
 
     def schedule_step(self) -> float:
@@ -87,10 +110,25 @@ class TrainEngine(Protocol):
         """Moves them back."""
         ...
 
-    def save(self, folder: str) -> None:
-        """Writes this role's model, optimizer and schedule into ``folder``. Collective."""
+    def save(self, folder: str, *, contents: Sequence[str] = ..., background: bool = False) -> None:
+        """Writes this role's model, optimizer and schedule into ``folder``. Collective.
+
+        In the background only a copy is made before this returns, and ``finish_save`` ends the save.
+        """
         ...
 
-    def load(self, folder: str) -> None:
+    def saved(self) -> bool:
+        """Whether this rank has nothing left to write; does not wait."""
+        ...
+
+    def finish_save(self) -> None:
+        """Waits for a save in the background and completes it. Collective."""
+        ...
+
+    def load(self, folder: str, *, contents: Sequence[str] = ...) -> None:
         """Restores what ``save`` wrote, at any layout. Collective."""
+        ...
+
+    def save_hf(self, folder: str, *, dtype: str | None = None) -> None:
+        """Writes a Hugging Face folder that ``from_pretrained`` reads. Collective."""
         ...

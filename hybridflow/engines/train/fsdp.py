@@ -25,12 +25,13 @@ from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_n
 from hybridflow.engines.train.parallelize import parallelize, refuse_unsupported
 from hybridflow.engines.train.pipeline import Pipeline
 from hybridflow.engines.train.schedule import schedule
+from hybridflow.engines.train.work import Work, WorkMeter, architecture, peak_flops
 from hybridflow.models.heads import Head, PackedModel, ValueModel, adapter_name, hf_name
 from hybridflow.models.load import box_of, dtype_of, empty_causal_lm, fill, local_of, materialise, tied_names
 from hybridflow.models.packing import Packed, pack, row_tokens
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils import optional
-from hybridflow.utils.errors import ConfigError, EngineError
+from hybridflow.utils.errors import ConfigError, EngineError, StateError
 
 LORA = "hybridflow.models.lora"
 EMBEDDING = "model.embed_tokens.weight"
@@ -52,6 +53,8 @@ class FSDPEngine:
         seed: of everything random in the engine.
         shard_order: ``order[i * S + s]`` is the rank with shard index s in replica i; None: by rank.
         row_parallel_shard_dim1: whether row-parallel weights are cut along dim 1 where that is even.
+        vocab_limit: ids from here on are never sampled: probability 0 in log-probs and entropy; None: there are none.
+        compile_layers: whether torch.compile compiles the layers (GPU).
 
     Raises:
         ConfigError: for what this engine does not support.
@@ -72,8 +75,10 @@ class FSDPEngine:
         seed: int = 0,
         shard_order: Sequence[int] | None = None,
         row_parallel_shard_dim1: bool = False,
+        vocab_limit: int | None = None,
+        compile_layers: bool = False,
     ) -> None:
-        refuse_unsupported(dims, model, sharding)
+        refuse_unsupported(dims, model, sharding, compiled_on=device if compile_layers else None)
         self.dims = dims
         self._config = model
         self._sharding = sharding
@@ -84,11 +89,16 @@ class FSDPEngine:
         kind = device.partition(":")[0]
         self._meshes = meshes(dims, kind, shard_order, always_fsdp=always_fsdp)
         torch.manual_seed(seed)
+        self._vocab_limit = vocab_limit
+        self._compile = compile_layers
         self._build(model, head, sharding, kind, row_parallel_shard_dim1, seed, trains=optim is not None)
         self._done = 0
+        self._saving: checkpoint.StateSave | None = None
         self._optim = optim
         self._schedule = None if optim is None else schedule(optim, total_steps)
-        self._optimizer = None if optim is None else build_optimizer(self._parameters, optim)
+        self._optimizer = (
+            None if optim is None else build_optimizer(self._parameters, optim, in_layers=self._layer_names)
+        )
         self._apply_rate()
 
     def _build(
@@ -111,6 +121,9 @@ class FSDPEngine:
         if head == "value":
             net = ValueModel(net)
         self._model = PackedModel(net, head)
+        vocabulary = net.config.vocab_size
+        if self._vocab_limit is not None and self._vocab_limit < vocabulary:
+            self._model.vocab_limit = vocabulary = self._vocab_limit
         self._model.requires_grad_(trains)
         self._adapted = trains and config.lora_rank > 0
         if self._adapted:
@@ -122,6 +135,12 @@ class FSDPEngine:
             hf_name(name): tuple(hf_name(other) for other in others) for name, others in tied_names(self._model).items()
         }
         self._tied_ends = EMBEDDING in aliases
+        self._layer_names = self._model.layer_parameters()
+        trained = frozenset(name for name, held in self._model.hf_parameters().items() if held.requires_grad)
+        columns = 1 if head == "value" else vocabulary
+        self._meter = WorkMeter(
+            architecture(net.config, every, trained, self._layer_names, columns), self.dims, self._device
+        )
         parallelize(
             self._model,
             self._meshes,
@@ -130,6 +149,7 @@ class FSDPEngine:
             sharding=sharding,
             device_type=kind,
             row_parallel_shard_dim1=shard_dim1,
+            compile_layers=self._compile,
         )
         materialise(self._model, "cpu" if sharding.offload_policy else self._device)
         self._parameters = self._model.hf_parameters()
@@ -216,6 +236,7 @@ class FSDPEngine:
         parts = reduction.cut_rounds(row_tokens(rows).tolist(), micro, dims=self.dims, device=self._device)
         blocks = [rows.rows(part).to(self._device) for part in parts]
         packs = [pack(block) for block in blocks]
+        self._meter.count(packs, self._model.token_multiple)
         sums: dict[str, reduction.Part] = {}
 
         def loss_of(number: int, read: Mapping[str, Tensor]) -> Tensor:
@@ -283,6 +304,20 @@ class FSDPEngine:
             for module in self._model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+    # -- what it costs ------------------------------------------------------------------------------------------------
+
+    def work(self) -> Work:
+        """What updates have computed since the last call, over all ranks. Collective."""
+        return self._meter.take()
+
+    def peak_flops(self) -> float:
+        """FLOP/s that one device can reach in the dtype of forward and backward."""
+        return peak_flops(self._device, dtype_of(self._sharding.mixed_precision.param_dtype))
+
+    def largest(self, value: float) -> float:
+        """The largest ``value`` of all ranks. Collective."""
+        return reduction.reduce_max(value, self.dims, self._device)
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
@@ -360,10 +395,41 @@ class FSDPEngine:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save(self, folder: str) -> None:
-        """Writes this role's model, optimizer and schedule into ``folder``. Collective."""
+    def save(self, folder: str, *, contents: Sequence[str] = checkpoint.ALL, background: bool = False) -> None:
+        """Writes this role's model, optimizer and schedule into ``folder``. Collective.
+
+        In the background only a copy in host memory is made before this returns; ``finish_save`` ends the save.
+
+        Raises:
+            StateError: the save before this one has not been finished.
+            MachineError: on every rank, when any rank cannot write.
+        """
+        if self._saving is not None:
+            raise StateError("a checkpoint is still being written: finish_save comes before the next save")
         self._reshard()
-        checkpoint.save_state(folder, self._trained(), self._optimizer, {"schedule_done": self._done})
+        saving = checkpoint.StateSave(
+            folder,
+            self._trained(),
+            self._optimizer,
+            {"schedule_done": self._done},
+            contents=contents,
+            background=background,
+        )
+        self._saving = saving if background else None
+
+    def saved(self) -> bool:
+        """Whether this rank has nothing left to write; does not wait."""
+        return self._saving is None or self._saving.written
+
+    def finish_save(self) -> None:
+        """Waits for a save in the background and completes it; nothing to do without one. Collective.
+
+        Raises:
+            MachineError: on every rank, when any rank could not write.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
 
     def _trained(self) -> Mapping[str, torch.nn.Parameter]:
         """What a checkpoint holds: all weights, or with LoRA the trained ones."""
@@ -371,11 +437,12 @@ class FSDPEngine:
             return self._parameters
         return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str, *, contents: Sequence[str] = checkpoint.ALL) -> None:
         """Restores what ``save`` wrote, at any layout. Collective."""
         self._reshard()
-        extra = checkpoint.load_state(folder, self._trained(), self._optimizer)
-        self._done = int(extra["schedule_done"])
+        extra = checkpoint.load_state(folder, self._trained(), self._optimizer, contents=contents)
+        if "extra" in contents:
+            self._done = int(extra["schedule_done"])
         self._apply_rate()
 
     def save_hf(self, folder: str, *, dtype: str | None = None) -> None:

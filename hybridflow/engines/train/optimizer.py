@@ -11,26 +11,37 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybridflow.config.model import OptimConfig
+from hybridflow.engines.train.muon import MuonWithAdamW
 from hybridflow.utils import optional
 from hybridflow.utils.errors import ConfigError
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter], optim: OptimConfig, *, in_layers: frozenset[str] = frozenset()
+) -> torch.optim.Optimizer:
     """The optimizer that ``optim`` names over the trainable ``parameters``; norms and biases get no weight decay.
+
+    ``in_layers`` names the parameters of the body's layers: their matrices are Muon's.
 
     Raises:
         ConfigError: for a negative rate, an unknown optimizer, or arguments that it does not take.
     """
     if optim.lr < 0:
         raise ConfigError(f"optim.lr={optim.lr}: a learning rate is 0 or more")
-    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    groups = _groups(trained, optim.weight_decay)
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    if optim.optimizer == "Muon":
+        matrices = {name: p for name, p in trained.items() if name in in_layers and p.ndim == 2}
+        others = [parameter for name, parameter in trained.items() if name not in matrices]
+        return MuonWithAdamW(matrices, _groups(others, optim.weight_decay), optim)
+    groups = _groups(trained.values(), optim.weight_decay)
     extra = dict(optim.override_optimizer_config)
     if optim.optimizer == "AdamW":
         arguments = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps, "fused": True, **extra}
         return torch.optim.AdamW(groups, **arguments)
     if "." not in optim.optimizer and ":" not in optim.optimizer:
-        raise ConfigError(f"optim.optimizer={optim.optimizer!r}: use AdamW or the dotted path of an optimizer class")
+        raise ConfigError(
+            f"optim.optimizer={optim.optimizer!r}: use AdamW, Muon, or the dotted path of an optimizer class"
+        )
     cls = optional.load(optim.optimizer)
     try:
         return cls(groups, lr=optim.lr, **extra)

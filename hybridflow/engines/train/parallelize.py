@@ -15,6 +15,7 @@ from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.engines.train.mesh import Meshes
 from hybridflow.engines.train.pipeline import cut_stage
 from hybridflow.engines.train.tensor_parallel import check_heads, tensor_parallel
+from hybridflow.models.attention import attend_outside_graphs
 from hybridflow.models.heads import PackedModel
 from hybridflow.models.load import dtype_of
 from hybridflow.topology.parallel import ParallelDims
@@ -24,8 +25,16 @@ ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
 """Weights that vLLM's tensor parallelism cuts along their input dim."""
 
 
-def refuse_unsupported(dims: ParallelDims, model: ModelConfig, sharding: FSDPConfig) -> None:
-    """Raises ConfigError for what this engine does not do, before anything is built."""
+def refuse_unsupported(
+    dims: ParallelDims, model: ModelConfig, sharding: FSDPConfig, *, compiled_on: str | None = None
+) -> None:
+    """Raises ConfigError for what this engine does not do, before anything is built.
+
+    ``compiled_on`` is the device where layers are to be compiled; None: they are not.
+    """
+    if compiled_on is not None and not compiled_on.startswith("cuda"):
+        # A process that also runs vLLM on a CPU has dynamo switched off: the key would silently do nothing there.
+        raise ConfigError(f"use_torch_compile works on GPUs, and this is {compiled_on}: use use_torch_compile=False")
     if dtype_of(sharding.mixed_precision.param_dtype) == torch.float16:
         raise ConfigError("mixed_precision.param_dtype=fp16 needs loss scaling, which is not supported: use bf16")
     if model.lora_rank > 0 and dims.tp > 1:
@@ -45,8 +54,9 @@ def parallelize(
     sharding: FSDPConfig,
     device_type: str,
     row_parallel_shard_dim1: bool,
+    compile_layers: bool = False,
 ) -> None:
-    """Applies, in place: the pipeline cut, tensor and sequence parallelism, activation checkpointing, then sharding.
+    """Applies, in place: the pipeline cut, tensor and sequence parallelism, checkpointing, compilation, then sharding.
 
     FSDP comes last: it shards what tensor parallelism left on this rank, and gathers a checkpointed layer once more for
     its recomputation, together with its backward.
@@ -61,8 +71,20 @@ def parallelize(
     model.sequence_group = meshes.sp
     if config.enable_gradient_checkpointing:
         model.net.base_model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compile_layers:
+        compile_blocks(model)
     if meshes.fsdp is not None:
         _shard(model, meshes, sharding, device_type, row_parallel_shard_dim1)
+
+
+def compile_blocks(model: PackedModel, **options: Any) -> None:
+    """Compiles every layer in place with sizes left open; ``options`` go to ``torch.compile``.
+
+    Attention stays outside: it reads the segments' lengths, which differ in every micro-batch.
+    """
+    attend_outside_graphs()
+    for block in model.blocks():
+        block.compile(dynamic=True, **options)
 
 
 def _shard(

@@ -33,7 +33,7 @@ def cut_rounds(tokens: Sequence[int], micro: MicroBatching, *, dims: ParallelDim
     if (micro.max_tokens is None) == (micro.max_rows is None):
         raise ConfigError(f"micro-batches are cut by a token budget or by a row count: give one of both, got {micro}")
     own = _cut(tokens, micro, at_least=1)
-    rounds = max(1, reduce_max(len(own), dims, device))
+    rounds = max(1, int(reduce_max(len(own), dims, device)))
     even = _cut(tokens, micro, at_least=rounds)
     parts = even if len(even) <= rounds else own
     return parts + [[] for _ in range(rounds - len(parts))]
@@ -48,13 +48,13 @@ def _cut(tokens: Sequence[int], micro: MicroBatching, *, at_least: int) -> list[
     return count_batches(len(tokens), micro.max_rows, at_least=at_least)
 
 
-def reduce_max(value: int, dims: ParallelDims, device: str) -> int:
+def reduce_max(value: float, dims: ParallelDims, device: str) -> float:
     """The largest ``value`` of all ranks. Collective."""
     if dims.world == 1:
         return value
-    held = torch.tensor(value, device=device)
+    held = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(held, op=dist.ReduceOp.MAX)
-    return int(held)
+    return float(held)
 
 
 def count(rows: Batch, dims: ParallelDims, device: str) -> Counts:
