@@ -62,6 +62,7 @@ TABLE: dict[str, Column] = {
         Column("cost_returns", "float32", "B T", "target of the cost critic", "advantage"),
         Column("row_index", "int64", "B", "position in the batch of the step; names the row's mini-batch", "roles"),
         Column("covariance_selected", "bool", "B T", "tokens that clip_cov and kl_cov single out", "advantage"),
+        Column("ptx_weight", "float32", "B T", "1 / text tokens of the mini-batch, on tokens of text", "actor"),
         Column("correction_weights", "float32", "B T", "importance weight old/rollout, no gradient", "advantage"),
     )
 }

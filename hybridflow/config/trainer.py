@@ -73,6 +73,8 @@ class TrainerConfig(Section):
     """Whether validation runs first."""
     val_only: bool = False
     """Whether the run ends after that."""
+    anomaly_detection: bool = False
+    """Whether updates run under autograd's anomaly detection, which names the operation that first gives NaN (slow)."""
     critic_warmup: NonNegativeInt = 0
     """Trainer steps in which only the critic learns."""
     balance_batch: bool = True

@@ -53,6 +53,7 @@ def worker_specs(
             "total_steps": total_steps,
             "rollout_tp": rollout_tp,
             "vocab_limit": source.vocab_limit,
+            "tokenizer_path": source.tokenizer,
         },
         "reference": {"model_path": source.policy, "vocab_limit": source.vocab_limit},
         "rollout": {

@@ -116,8 +116,14 @@ class CostCriticHandle(CriticHandle):
         targets = batch.with_columns(values=batch["cost_values"], returns=batch["cost_returns"])
         return Mapped(
             super().update_critic(targets, step=step),
-            lambda metrics: {f"cost_{name}": value for name, value in metrics.items()},
+            lambda metrics: {_of_cost(name): value for name, value in metrics.items()},
         )
+
+
+def _of_cost(name: str) -> str:
+    """``critic/x`` as ``cost_critic/x``, and ``perf/y/critic`` as ``perf/y/cost_critic``."""
+    above, _, last = name.rpartition("/")
+    return f"cost_{name}" if name.startswith("critic/") else f"{above}/cost_{last}"
 
 
 class ReferenceHandle(Handle):

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch
 
+from hybridflow.algorithms.contract import Loss
 from hybridflow.algorithms.credit import assign_credit
 from hybridflow.algorithms.lagrange import assign_cost_credit
 from hybridflow.algorithms.losses import ActorLoss
+from hybridflow.algorithms.pretraining import PretrainingMix
 from hybridflow.algorithms.rewards import RewardNormalizer
 from hybridflow.batch.batch import Batch
 from hybridflow.config.root import PPOConfig
@@ -27,6 +29,7 @@ from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
 from hybridflow.workers.minibatch import micro_batching
 from hybridflow.workers.peak_memory import PeakMemory
+from hybridflow.workers.pretraining import load_pretraining
 from hybridflow.workers.residence import resident
 from hybridflow.workers.saving import begin_save
 from hybridflow.workers.update import Schedule, memory_metrics, update_epochs
@@ -59,6 +62,7 @@ class ActorWorker:
         rollout_tp: tensor-parallel size of the generator; decides the order of shards.
         model_path: folder of the weights.
         vocab_limit: ids from here on are never sampled (rows of the embedding beyond the tokenizer).
+        tokenizer_path: folder of the tokenizer that reads the text of PPO-ptx.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class ActorWorker:
         rollout_tp: int,
         model_path: str,
         vocab_limit: int | None = None,
+        tokenizer_path: str | None = None,
     ) -> None:
         policy = config.actor_rollout_ref
         actor = policy.actor
@@ -105,11 +110,17 @@ class ActorWorker:
             shard_order=permuted_order(dims.dp_shard, rollout_tp) if plain_fsdp else None,
             row_parallel_shard_dim1=plain_fsdp,
         )
-        self._loss = ActorLoss(
+        self._loss: Loss = ActorLoss(
             actor,
             max_response_length=config.response_length,
             correction=config.algorithm.rollout_correction,
         )
+        self._pretraining = None
+        if config.algorithm.ptx_coef > 0:
+            assert tokenizer_path is not None
+            self._loss = PretrainingMix(self._loss, config.algorithm.ptx_coef)
+            at, size = dims.dp_coordinate(context.rank), self._schedule.mini_rows
+            self._pretraining = load_pretraining(config, tokenizer_path, size=size, coordinate=at, coordinates=dims.dp)
         shaping = config.algorithm.reward_shaping
         self._normalizer = RewardNormalizer(momentum=shaping.normalize_momentum) if shaping.normalize else None
         self._train_micro = micro_batching(
@@ -174,6 +185,8 @@ class ActorWorker:
                 total_rows=total_rows,
                 step=step,
                 prefix="actor",
+                pretraining=self._pretraining,
+                find_anomaly=self._config.trainer.anomaly_detection,
             )
         return metrics | memory_metrics(self.engine, self._peaks)
 

@@ -51,6 +51,7 @@ class CriticWorker:
             total_steps=self._schedule.units(total_steps, config.data.train_batch_size * group_size),
             seed=config.trainer.seed,
         )
+        self._find_anomaly = config.trainer.anomaly_detection
         self._loss = CriticLoss(critic, max_response_length=config.response_length)
         self._train_micro = micro_batching(
             dynamic=critic.use_dynamic_bsz,
@@ -86,6 +87,7 @@ class CriticWorker:
                 total_rows=total_rows,
                 step=step,
                 prefix="critic",
+                find_anomaly=self._find_anomaly,
             )
         return metrics | memory_metrics(self.engine, self._peaks)
 

@@ -18,12 +18,16 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
+import torch
+
 from hybridflow.algorithms.contract import Loss
 from hybridflow.batch.batch import Batch
 from hybridflow.engines.train.base import MicroBatching, TrainEngine
 from hybridflow.utils.seeding import derive_seed
+from hybridflow.workers.diagnosis import explain_skip
 from hybridflow.workers.minibatch import mini_batches
 from hybridflow.workers.peak_memory import PeakMemory
+from hybridflow.workers.pretraining import Pretraining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,24 +63,37 @@ def update_epochs(
     total_rows: int,
     step: int,
     prefix: str,
+    pretraining: Pretraining | None = None,
+    find_anomaly: bool = False,
 ) -> dict[str, float]:
     """Metrics of the step: means over its optimizer steps (maxima for ``*_max``), skipped steps, costs.
 
     ``<prefix>/lr`` is the rate that the last optimizer step used. A skipped optimizer step advances the schedule too.
+    ``pretraining`` joins text to every mini-batch (PPO-ptx). ``find_anomaly`` runs autograd's anomaly detection: the
+    operation that gives NaN in a backward pass raises, with the place where it was called. A mini-batch that is skipped
+    though it has tokens is looked into (``diagnosis.py``).
     Collective: every rank of the engine calls it with its rows of the same batch.
     """
     start = time.perf_counter()
     seed = None if schedule.shuffle_seed is None else derive_seed(schedule.shuffle_seed, prefix, "shuffle", step)
     per_update: defaultdict[str, list[float]] = defaultdict(list)
-    for rows in mini_batches(
+    blocks = mini_batches(
         batch,
         total_rows=total_rows,
         mini_rows=schedule.mini_rows,
         group_size=schedule.group_size,
         epochs=schedule.epochs,
         shuffle_seed=seed,
-    ):
-        metrics = engine.update(rows, loss, temperature=temperature, micro=micro, counts=engine.counts(rows))
+    )
+    for number, rows in enumerate(blocks):
+        counts = engine.counts(rows)
+        if pretraining is not None:
+            rows = pretraining.join(rows, step=step, number=number)
+        with torch.autograd.set_detect_anomaly(find_anomaly):
+            metrics = engine.update(rows, loss, temperature=temperature, micro=micro, counts=counts)
+        if metrics["grad/skipped"] and counts.tokens:
+            where = f"{prefix}, step {step}, mini-batch {number + 1}"
+            explain_skip(engine, rows, loss, temperature=temperature, micro=micro, where=where)
         for name, value in metrics.items():
             per_update[name].append(value)
         if schedule.unit == "optimizer_step":

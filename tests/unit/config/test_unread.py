@@ -20,8 +20,6 @@ JUDGED_ONLY = frozenset(
         "actor_rollout_ref.rollout.pipeline_model_parallel_size",  # one value
         "actor_rollout_ref.rollout.data_parallel_size",  # follows from the devices; a given value is compared
         "trainer.max_critic_ckpt_to_keep",  # must equal the actor's
-        "algorithm.ptx_coef",  # refused until a worker does it
-        "algorithm.ptx_files",
         "trainer.total_training_steps",  # read by config/checks.py: planned_steps
     }
 )
