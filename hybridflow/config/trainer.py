@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hybridflow.config.choices import CONTROLLERS, DEVICES, POOL_ROLES, RESUME_MODES, TRACKERS
+from hybridflow.config.choices import CONTROLLERS, DEVICES, POOL_ROLES, RESUME_MODES, SAVE_FAILURES, TRACKERS
 from hybridflow.config.constraints import (
     CountOrAll,
     NonNegativeInt,
@@ -99,6 +99,13 @@ class TrainerConfig(Section):
     """Checkpoints kept; None: all."""
     max_critic_ckpt_to_keep: PositiveInt | None = None
     """The same for the critic; must equal the actor's (one folder holds both)."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints of steps that are multiples of it are kept beyond max_actor_ckpt_to_keep; None: none."""
+    best_metric: str | None = None
+    """Metric whose highest checkpoint is kept beyond max_actor_ckpt_to_keep (with a leading ``-`` the lowest; ties: the
+    newest), measured at the step that saves; None: none."""
+    save_failure: Annotated[str, OneOf(SAVE_FAILURES)] = "stop"
+    """What a checkpoint that the disk refuses leads to: stop, or warn and train on (``checkpoint/failed_saves``)."""
     log_val_generations: NonNegativeInt = 0
     """Validation samples handed to the trackers."""
     rollout_data_dir: str | None = None

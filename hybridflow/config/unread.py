@@ -17,9 +17,6 @@ from hybridflow.config.tree import defaults_tree, leaf_names
 NOT_READ_YET = (
     "data.dataloader_num_workers",
     "*.mixed_precision.buffer_dtype",
-    "*.checkpoint.save_contents",
-    "*.checkpoint.load_contents",
-    "*.checkpoint.async_save",
     "trainer.profile_steps",
 )
 """Patterns of dotted keys; ``*`` stands for anything."""

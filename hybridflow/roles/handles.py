@@ -59,6 +59,14 @@ class Handle:
         """Writes the role's state into ``folder`` on every rank."""
         return self._call("save_checkpoint", folder)
 
+    def checkpoint_written(self) -> Pending[bool]:
+        """Whether no rank has anything left to write."""
+        return Mapped(self._call("checkpoint_written"), all)
+
+    def finish_checkpoint(self) -> Pending[None]:
+        """Completes a save in the background on every rank."""
+        return self._call("finish_checkpoint")
+
     def load_checkpoint(self, folder: str) -> Pending[None]:
         """Restores it."""
         return self._call("load_checkpoint", folder)

@@ -90,7 +90,15 @@ class Checkpointed(Protocol):
     """Anything with state on disk."""
 
     def save_checkpoint(self, folder: str) -> Pending[None]:
-        """Writes its state into ``folder``."""
+        """Writes its state into ``folder``, or begins to: ``finish_checkpoint`` completes it."""
+        ...
+
+    def checkpoint_written(self) -> Pending[bool]:
+        """Whether nothing is left to write."""
+        ...
+
+    def finish_checkpoint(self) -> Pending[None]:
+        """Waits for what is being written and completes it."""
         ...
 
     def load_checkpoint(self, folder: str) -> Pending[None]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 _PREFIX = "global_step_"
 _PARTIAL = ".partial"
+_PRUNED = ".pruned"
+_REPLACED = ".replaced-"
 _CHUNK = 1 << 20
 
 
@@ -37,8 +40,40 @@ class Checkpoint:
     folder: Path
 
     def state(self) -> dict[str, Any]:
-        """The driver's own state: data position, controllers, versions."""
+        """The driver's own state: data position, controllers, configuration."""
         return json.loads((self.folder / STATE).read_text())
+
+    def about(self) -> dict[str, Any]:
+        """The manifest: versions and layout of the run that wrote it, its files."""
+        return _manifest(self.folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Which checkpoints stay."""
+
+    newest: int | None = None
+    """How many of the newest; None: all of them."""
+    every: int | None = None
+    """Steps that are multiples of it stay too."""
+    best: bool = False
+    """Whether the one with the highest score stays too; of equal ones the newest."""
+
+    def __post_init__(self) -> None:
+        assert self.newest is None or self.newest >= 1
+
+    def stay(self, scores: Mapping[int, float | None]) -> set[int]:
+        """The steps that stay, of those whose scores are given (None: a step without one)."""
+        steps = sorted(scores)
+        if self.newest is None:
+            return set(steps)
+        kept = set(steps[-self.newest :])
+        if self.every is not None:
+            kept |= {step for step in steps if step % self.every == 0}
+        scored = [(score, step) for step, score in scores.items() if score is not None and not math.isnan(score)]
+        if self.best and scored:
+            kept.add(max(scored)[1])
+        return kept
 
 
 class CheckpointStore:
@@ -46,34 +81,66 @@ class CheckpointStore:
 
     Args:
         root: ``trainer.default_local_dir``.
-        keep: newest checkpoints that are kept; None: all.
+        retention: which stay; nothing goes before a newer one is complete.
+        about: versions and layout, kept in every manifest.
     """
 
-    def __init__(self, root: Path, keep: int | None = None) -> None:
+    def __init__(self, root: Path, retention: Retention | None = None, about: Mapping[str, Any] | None = None) -> None:
         self.root = root
-        self._keep = keep
+        self._retention = Retention() if retention is None else retention
+        self._about = dict(about or {})
+        self._begun_at = 0
+        self._own: set[int] = set()
 
-    def save(self, step: int, write_roles: Callable[[Path], None], state: dict[str, Any]) -> Checkpoint:
-        """Writes step ``step``: ``write_roles(folder)`` fills it, then state, manifest, rename, pointer, pruning."""
-        final = self.root / f"{_PREFIX}{step}"
-        partial = final.with_name(final.name + _PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        write_roles(partial)
+    def save(self, step: int, write_roles: Callable[[Path], None], state: Mapping[str, Any]) -> Checkpoint:
+        """``begin``, ``write_roles(folder)``, ``complete``."""
+        write_roles(self.begin(step))
+        return self.complete(step, state)
+
+    def begin(self, step: int) -> Path:
+        """An empty folder for the files of ``step``; what interrupted saves and removals left behind is removed."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        for rest in (*self.root.glob(f"{_PREFIX}*{_PARTIAL}"), *self.root.glob(f"{_PREFIX}*{_PRUNED}")):
+            shutil.rmtree(rest)
+        partial = self._partial(step)
+        partial.mkdir()
+        return partial
+
+    def complete(self, step: int, state: Mapping[str, Any], *, score: float | None = None) -> Checkpoint:
+        """Turns the filled folder of ``step`` into a checkpoint: state, manifest, rename, pointer; then removes others.
+
+        Args:
+            step: as given to ``begin``.
+            state: the driver's own state, plain JSON.
+            score: for ``Retention.best``; higher is better.
+        """
+        partial, final = self._partial(step), self._folder(step)
         _write_synced(partial / STATE, json.dumps(state, indent=1))
-        _write_synced(partial / MANIFEST, json.dumps({"step": step, "files": _describe(partial)}, indent=1))
-        if final.exists():
-            shutil.rmtree(final)
+        manifest = {**self._about, "step": step, "score": score, "files": _describe(partial)}
+        _write_synced(partial / MANIFEST, json.dumps(manifest, indent=1))
+        self._set_aside(step)
         os.replace(partial, final)
         _sync_folder(self.root)
+        self._own.add(step)
         _replace_text(self.root / POINTER, f"{step}\n")
         self._prune()
         return Checkpoint(step, final)
 
+    def abandon(self, step: int) -> None:
+        """Gives the space of an unfinished save back."""
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+
+    def go_on_from(self, step: int) -> None:
+        """This run continues after ``step``: complete checkpoints beyond it are of another run.
+
+        The first save moves them aside (``global_step_N.replaced-K``), or a later resume would take one of them.
+        """
+        self._begun_at = step
+
     def newest(self) -> Checkpoint | None:
         """The newest complete checkpoint; damaged ones are skipped with a warning that says what is wrong."""
         for step in sorted(self._steps(), reverse=True):
-            folder = self.root / f"{_PREFIX}{step}"
+            folder = self._folder(step)
             damage = damage_of(folder)
             if damage is None:
                 return Checkpoint(step, folder)
@@ -89,7 +156,13 @@ class CheckpointStore:
         damage = damage_of(folder)
         if damage is not None:
             raise StateError(f"checkpoint {folder} cannot be used: {damage}")
-        return Checkpoint(int(folder.name.removeprefix(_PREFIX)), folder)
+        return Checkpoint(int(_manifest(folder)["step"]), folder)
+
+    def _folder(self, step: int) -> Path:
+        return self.root / f"{_PREFIX}{step}"
+
+    def _partial(self, step: int) -> Path:
+        return self.root / f"{_PREFIX}{step}{_PARTIAL}"
 
     def _steps(self) -> list[int]:
         if not self.root.is_dir():
@@ -97,11 +170,41 @@ class CheckpointStore:
         names = [entry.name.removeprefix(_PREFIX) for entry in self.root.glob(f"{_PREFIX}*") if entry.is_dir()]
         return [int(name) for name in names if name.isdigit()]
 
+    def _set_aside(self, step: int) -> None:
+        foreign = [other for other in self._steps() if other > self._begun_at and other not in self._own]
+        for other in sorted({*foreign, *([step] if self._folder(step).exists() else [])}):
+            number = 1
+            while (aside := self.root / f"{_PREFIX}{other}{_REPLACED}{number}").exists():
+                number += 1
+            os.replace(self._folder(other), aside)
+            logger.warning(
+                "%s is damaged, or of a run other than this one, which began after step %d: moved to %s",
+                self._folder(other),
+                self._begun_at,
+                aside.name,
+            )
+
     def _prune(self) -> None:
-        if self._keep is None:
-            return
-        for step in sorted(self._steps())[: -self._keep or None]:
-            shutil.rmtree(self.root / f"{_PREFIX}{step}")
+        # A folder without manifest is nobody's checkpoint: it neither counts nor goes.
+        scores = {
+            step: _score(self._folder(step)) for step in self._steps() if (self._folder(step) / MANIFEST).exists()
+        }
+        for step in sorted(set(scores) - self._retention.stay(scores)):
+            # Renamed first: a removal that is cut short must not leave half a checkpoint under its name.
+            going = self.root / f"{_PREFIX}{step}{_PRUNED}"
+            os.replace(self._folder(step), going)
+            shutil.rmtree(going)
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / MANIFEST).read_text())
+
+
+def _score(folder: Path) -> float | None:
+    try:
+        return _manifest(folder).get("score")
+    except (json.JSONDecodeError, AttributeError):  # a damaged one is not the best
+        return None
 
 
 def damage_of(folder: Path) -> str | None:
@@ -110,8 +213,10 @@ def damage_of(folder: Path) -> str | None:
     if not manifest_path.is_file():
         return f"{MANIFEST} is missing (the save was cut short)"
     try:
-        files: dict[str, dict[str, Any]] = json.loads(manifest_path.read_text())["files"]
-    except (json.JSONDecodeError, KeyError) as error:
+        manifest = _manifest(folder)
+        files: dict[str, dict[str, Any]] = dict(manifest["files"])
+        int(manifest["step"])
+    except (ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} is damaged: {error!r}"
     for name, entry in files.items():
         path = folder / name

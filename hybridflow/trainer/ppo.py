@@ -40,7 +40,7 @@ class PPOTrainer:
         done = self.run.restore()
         self.publish(version=done)
         self.run.before(done)
-        for step in range(done + 1, self.run.total_steps + 1):
+        for step in self.run.steps(done):
             with self.run.step(step):
                 batch = self.generate(step)
                 if len(batch) > 0:  # dynamic sampling may find no group that teaches anything

@@ -16,12 +16,13 @@ import torch
 
 from hybridflow.algorithms.kl import KLController
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.futures import gather
 from hybridflow.config.root import PPOConfig
 from hybridflow.roles.protocols import Roles
-from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore
+from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore, Retention
 from hybridflow.trainer.metrics import batch_metrics
-from hybridflow.trainer.tracking import Tracker
+from hybridflow.trainer.resume import about_run, plain_config, tell_changes, tell_versions
+from hybridflow.trainer.saving import Saver
+from hybridflow.trainer.tracking import Tracker, clean_name
 from hybridflow.trainer.validate import validate
 from hybridflow.trainer.warnings import Alarms
 from hybridflow.utils.errors import ConfigError
@@ -75,6 +76,7 @@ class Run:
         tracker: where metrics go.
         total_steps: trainer steps.
         bytes_moved: payload bytes through the driver since the last call.
+        stop_asked: whether the run should save and end after the step that runs.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Run:
         tracker: Tracker,
         total_steps: int,
         bytes_moved: Callable[[], int],
+        stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
         self.kl = kl
@@ -99,8 +102,25 @@ class Run:
         self._validation = validation
         self._tracker = tracker
         self._bytes_moved = bytes_moved
-        self._folder = Path(config.trainer.default_local_dir)
-        self._store = CheckpointStore(self._folder, keep=config.trainer.max_actor_ckpt_to_keep)
+        self._stop_asked = stop_asked
+        self.interrupted = False
+        """Whether the run ended before its last step because it was asked to."""
+        settings = config.trainer
+        self._store = CheckpointStore(
+            Path(settings.default_local_dir),
+            Retention(
+                newest=settings.max_actor_ckpt_to_keep,
+                every=settings.keep_every,
+                best=settings.best_metric is not None,
+            ),
+            about_run(config),
+        )
+        self._saver = Saver(
+            self._store,
+            roles.checkpointed,
+            overlaps=_saves_in_background(config),
+            goes_on=settings.save_failure == "warn",
+        )
         self._metrics: dict[str, float] = {}
         self._watch = Stopwatch()
         self._validated_at: int | None = None
@@ -139,7 +159,7 @@ class Run:
     def step(self, step: int) -> Iterator[None]:
         """Collects the metrics of one step."""
         self._metrics = {"training/global_step": float(step), "training/epoch": float(self._prompts.epoch)}
-        self._watch.take()
+        self._metrics |= self._watch.take()  # what came after the last line: its checkpoint
         self._bytes_moved()
         with self.phase("step"):
             yield
@@ -152,34 +172,56 @@ class Run:
             self._validate(done)
             self._tracker.log(done, self._metrics)
 
+    def steps(self, done: int) -> Iterator[int]:
+        """Steps ``done + 1 .. total``; asked to stop, it saves what is not saved yet and ends."""
+        for step in range(done + 1, self.total_steps + 1):
+            if self._stop_asked():
+                self.interrupted = True
+                if self.config.trainer.save_freq > 0 and step > 1 and self._saver.saved_at != step - 1:
+                    self._save(step - 1)
+                return
+            yield step
+
     def after(self, step: int) -> None:
-        """Validates, saves and logs, each on its own cadence; the last step validates and (if asked at all) saves."""
+        """Validates, logs and saves, each on its own cadence; the last step validates and (if asked at all) saves.
+
+        The line of a step is written before its checkpoint: a run that dies between the two does the step again, and
+        the line is replaced; the other way round it would be lost.
+        """
         settings = self.config.trainer
         last = step == self.total_steps
+        self._saver.poll()
         if last or _due(step, settings.test_freq):
             self._validate(step)
+        self._log(step)
         if settings.save_freq > 0 and (last or _due(step, settings.save_freq)):
             with self.phase("save_checkpoint"):
                 self._save(step)
-        self._log(step)
 
     def end(self) -> None:
-        """Closes the trackers."""
+        """Waits for the last checkpoint and closes the trackers."""
+        self._saver.settle()
         self._tracker.finish()
+
+    def close(self) -> None:
+        """Completes a checkpoint that is being written, also when the run failed."""
+        self._saver.close()
 
     def restore(self) -> int:
         """Goes on from a checkpoint where ``trainer.resume_mode`` finds one; the step it was made after, else 0."""
         found = self._find_checkpoint()
         if found is None:
+            self._store.go_on_from(0)
             return 0
-        for name, role in self._roles.checkpointed.items():
-            gather(role.load_checkpoint(str(found.folder / name)))
+        self._store.go_on_from(found.step)
         state = found.state()
+        tell_changes(state["config"], self.config)
+        tell_versions(found.about()["versions"], about_run(self.config)["versions"])
+        self._saver.load(found)
         self._prompts.load_state_dict(state["prompts"])
         self.kl.load_state_dict(state["kl"])
-        for name, kept in self._kept.items():
-            kept.load_state_dict(state[name])
         self.first_validation = state["first_validation"]
+        self.last_validation = state["last_validation"]
         logger.info("resumed from %s", found.folder)
         return found.step
 
@@ -194,18 +236,15 @@ class Run:
         return self._store.at(Path(settings.resume_from_path))
 
     def _save(self, step: int) -> None:
-        def write_roles(folder: Path) -> None:
-            for name, role in self._roles.checkpointed.items():
-                gather(role.save_checkpoint(str(folder / name)))
-
         state = {
             "step": step,
             "prompts": self._prompts.state_dict(),
             "kl": self.kl.state_dict(),
             "first_validation": self.first_validation,
-            **{name: kept.state_dict() for name, kept in self._kept.items()},
+            "last_validation": self.last_validation,
+            "config": plain_config(self.config),
         }
-        self._store.save(step, write_roles, state)
+        self._saver.save(step, state, score=_score(self._metrics, self.config.trainer.best_metric))
 
     def _validate(self, step: int) -> None:
         if self._validated_at == step:
@@ -224,6 +263,8 @@ class Run:
     def _log(self, step: int) -> None:
         seconds = self._watch.seconds["step"]
         tokens = self._metrics.get("perf/total_num_tokens", 0.0)
+        if self._saver.failed:
+            self.record({"checkpoint/failed_saves": float(self._saver.failed)})
         self.record({**self._watch.take(), "perf/time_per_step": seconds, "perf/throughput": tokens / seconds})
         self._alarms.say(self._metrics)
         self._tracker.log(step, self._metrics)
@@ -231,6 +272,20 @@ class Run:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _saves_in_background(config: PPOConfig) -> bool:
+    critic = config.needs_critic and config.critic.checkpoint.async_save
+    return config.actor_rollout_ref.actor.checkpoint.async_save or critic
+
+
+def _score(metrics: Mapping[str, float], name: str | None) -> float | None:
+    """The metric that ``trainer.best_metric`` names, higher is better; None where the step has none."""
+    if name is None:
+        return None
+    bare = name.removeprefix("-")
+    found = next((value for key, value in metrics.items() if bare in (key, clean_name(key))), None)
+    return None if found is None else float(found) * (-1 if name != bare else 1)
 
 
 def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -85,6 +85,7 @@ class ActorWorker:
         self.make_room: Callable[[], None] = lambda: None
         """Called before the actor needs the devices; the weights worker puts the generator to sleep here."""
         self._temperature = policy.rollout.temperature
+        self._checkpoint = actor.checkpoint
         self._schedule = Schedule(
             mini_rows=actor.ppo_mini_batch_size * policy.rollout.n,
             group_size=policy.rollout.n,

@@ -7,22 +7,31 @@ any layout. What is in the optimizer's state is read from the checkpoint's own m
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hybridflow.engines.train.random_state import random_state, set_random_state
+from hybridflow.engines.train.shards import ShardWriter, agree, attempt, read, read_index
 from hybridflow.utils.errors import MachineError
+
+logger = logging.getLogger(__name__)
+
+ALL = ("model", "optimizer", "extra")
+"""What a training checkpoint holds. ``extra``: the schedule's position and random streams."""
+ABOUT = "engine.json"
 
 _COPIED = (
     "tokenizer*",
@@ -37,55 +46,125 @@ _COPIED = (
 SHARD_BYTES = 4 << 30
 
 
-def save_state(
-    folder: str, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None, extra: Mapping[str, Any]
-) -> None:
-    """Writes parameters, optimizer state and ``extra`` (rank 0's) into ``folder``. Collective."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    state: dict[str, Tensor] = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
-    if optimizer is not None:
-        for name, parameter in parameters.items():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                state[f"optim/{key}/{name}"] = value
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    dcp.save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    torch.save(torch.get_rng_state(), Path(folder) / f"rng_{rank}.pt")
-    if rank == 0:
-        (Path(folder) / "engine.json").write_text(json.dumps(dict(extra)))
-    _barrier()
+class StateSave:
+    """One save of a role's state into ``folder``: written here and now, or staged and written by a thread. Collective.
 
-
-def load_state(folder: str, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None) -> Mapping[str, Any]:
-    """Restores parameters, optimizer state and this rank's random state in place; the ``extra`` of ``save_state``.
+    Args:
+        folder: of this role and step alone.
+        parameters: what is trained, by Hugging Face name.
+        optimizer: None where there is none.
+        extra: further state of the engine (rank 0's is kept), plain JSON.
+        contents: of ``ALL``, what is written.
+        background: whether only a copy is made now; ``finish`` must then be called before the next save.
 
     Raises:
-        MachineError: when the folder holds no checkpoint, or lacks a parameter.
+        MachineError: on every rank, when any rank cannot write.
     """
-    if not (Path(folder) / "engine.json").exists():
-        raise MachineError(f"{folder} holds no training checkpoint (engine.json is missing)")
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-    state: dict[str, Any] = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
+
+    def __init__(
+        self,
+        folder: str,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: Optimizer | None,
+        extra: Mapping[str, Any],
+        *,
+        contents: Sequence[str] = ALL,
+        background: bool = False,
+    ) -> None:
+        state: dict[str, Tensor] = {}
+        if "model" in contents:
+            state |= {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
+        if optimizer is not None and "optimizer" in contents:
+            for name, parameter in parameters.items():
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    state[f"optim/{key}/{name}"] = value
+        self._folder = Path(folder)
+        self._about = {"contents": list(contents), **extra}
+        self._random = random_state() if "extra" in contents else None
+        self._writer = ShardWriter(folder, state, staged=background)
+        self._thread = threading.Thread(target=self._writer.write, name="checkpoint", daemon=True)
+        if background:
+            self._thread.start()
+        else:
+            self._writer.write()
+            self.finish()
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's file is written, or has failed."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Waits for this rank's file and completes the folder with the others. Collective.
+
+        Raises:
+            MachineError: on every rank, when any rank could not write.
+        """
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._writer.finish(self._write_beside)
+
+    def _write_beside(self) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if self._random is not None:
+            torch.save(self._random, self._folder / f"rng_{rank}.pt")
+        if rank == 0:
+            (self._folder / ABOUT).write_text(json.dumps(self._about))
+
+
+def load_state(
+    folder: str,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: Optimizer | None,
+    *,
+    contents: Sequence[str] = ALL,
+) -> Mapping[str, Any]:
+    """Restores in place what ``contents`` names; the ``extra`` of the save. Collective.
+
+    Random streams go on only where there are as many ranks as there were. Nothing is unpickled beyond tensors.
+
+    Raises:
+        MachineError: when the folder holds no checkpoint, lacks a parameter, or was saved without what is asked for.
+    """
+    about = Path(folder) / ABOUT
+    if not about.exists():
+        raise MachineError(f"{folder} holds no training checkpoint ({ABOUT} is missing)")
+    extra = json.loads(about.read_text())
+    if absent := sorted({*contents} - {*extra.get("contents", ALL)}):
+        raise MachineError(
+            f"checkpoint {folder} was saved without {', '.join(absent)}: leave that out of checkpoint.load_contents"
+        )
+    stored = read_index(folder)
+    state: dict[str, Tensor] = {}
+    if "model" in contents:
+        state |= {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
     missing = [key for key in state if key not in stored]
     if missing:
         raise MachineError(f"checkpoint {folder} lacks {missing[0].removeprefix('model/')} ({len(missing)} in all)")
     restored: dict[str, dict[str, Tensor]] = {}
-    if optimizer is not None:
+    if optimizer is not None and "optimizer" in contents:
         for key, meta in stored.items():
             kind, _, rest = key.partition("/")
             field, _, name = rest.partition("/")
             if kind != "optim" or name not in parameters:
                 continue
             restored.setdefault(name, {})[field] = state[key] = _template(parameters[name], meta, key)
-    dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
-    if optimizer is not None:
+    read(folder, state)
+    if optimizer is not None and "optimizer" in contents:
         optimizer.state.clear()
         for name, values in restored.items():
             optimizer.state[parameters[name]] = values
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    rng = Path(folder) / f"rng_{rank}.pt"
-    if rng.exists():
-        torch.set_rng_state(torch.load(rng, weights_only=True))
-    return json.loads((Path(folder) / "engine.json").read_text())
+    if "extra" in contents:
+        _restore_random(Path(folder))
+    return extra
+
+
+def _restore_random(folder: Path) -> None:
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if len(list(folder.glob("rng_*.pt"))) == world:
+        set_random_state(torch.load(folder / f"rng_{rank}.pt", weights_only=True))
+    else:
+        logger.warning("%s was saved by another number of ranks: random streams start anew", folder)
 
 
 def _template(parameter: nn.Parameter, meta: Any, key: str) -> Tensor:
@@ -109,31 +188,66 @@ def save_hf(
     """Writes a Hugging Face folder: safetensors in pieces, config, and the tokenizer files of ``source``. Collective.
 
     One tensor at a time is gathered; rank 0 holds one piece (4 GiB) at most.
+
+    Raises:
+        MachineError: on every rank, when rank 0 cannot write.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     target = Path(folder)
-    pieces: list[dict[str, Tensor]] = [{}]
-    files: list[list[str]] = []
-    size = total = 0
-    if rank == 0:
-        target.mkdir(parents=True, exist_ok=True)
+    pieces = _Pieces(target)
+    failed = attempt(lambda: target.mkdir(parents=True, exist_ok=True)) if rank == 0 else None
     for name in names:
         full = _whole(parameters.get(name), stages)
-        if rank != 0:
-            continue
-        full = full.to("cpu", dtype or full.dtype, copy=True).contiguous()
-        nbytes = full.numel() * full.element_size()
-        if pieces[0] and size + nbytes > SHARD_BYTES:
-            files.append(_write_piece(target, len(files), pieces[0]))
-            pieces[0], size = {}, 0
-        pieces[0][name] = full
-        size, total = size + nbytes, total + nbytes
-    if rank == 0:
-        files.append(_write_piece(target, len(files), pieces[0]))
-        _name_pieces(target, files, total)
-        config.save_pretrained(target)
-        _copy_beside(Path(source), target)
-    _barrier()
+        if rank == 0 and failed is None:
+            held = full.to("cpu", dtype or full.dtype, copy=True).contiguous()
+            failed = attempt(partial(pieces.add, name, held))
+    if rank == 0 and failed is None:
+        failed = attempt(pieces.close)
+    if rank == 0 and failed is None:
+        failed = attempt(lambda: config.save_pretrained(target))
+    if rank == 0 and failed is None:
+        failed = attempt(lambda: _copy_beside(Path(source), target))
+    agree(failed, folder)
+
+
+class _Pieces:
+    """safetensors files of at most ``SHARD_BYTES`` in ``target``, named as ``from_pretrained`` looks for them."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        self._held: dict[str, Tensor] = {}
+        self._held_bytes = self._total_bytes = 0
+        self._written: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        if self._held and self._held_bytes + nbytes > SHARD_BYTES:
+            self._write()
+        self._held[name] = tensor
+        self._held_bytes += nbytes
+        self._total_bytes += nbytes
+
+    def _write(self) -> None:
+        save_file(self._held, self._path(len(self._written)), metadata={"format": "pt"})
+        self._written.append(list(self._held))
+        self._held, self._held_bytes = {}, 0
+
+    def _path(self, number: int) -> Path:
+        return self._target / f"piece-{number}.safetensors"
+
+    def close(self) -> None:
+        """Writes the last piece and gives all their final names."""
+        self._write()
+        if len(self._written) == 1:
+            self._path(0).rename(self._target / "model.safetensors")
+            return
+        weight_map = {}
+        for number, names in enumerate(self._written):
+            final = f"model-{number + 1:05d}-of-{len(self._written):05d}.safetensors"
+            self._path(number).rename(self._target / final)
+            weight_map.update(dict.fromkeys(names, final))
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def with_local(parameter: Tensor, local: Tensor | None) -> Tensor:
@@ -189,24 +303,6 @@ def _whole(parameter: Tensor | None, stages: dist.ProcessGroup | None) -> Tensor
     full = torch.empty(shape, dtype=dtype, device=device) if full is None else full
     dist.broadcast(full, group=stages, group_src=owner)
     return full
-
-
-def _write_piece(target: Path, number: int, piece: Mapping[str, Tensor]) -> list[str]:
-    save_file(dict(piece), target / f"piece-{number}.safetensors", metadata={"format": "pt"})
-    return list(piece)
-
-
-def _name_pieces(target: Path, files: list[list[str]], total: int) -> None:
-    if len(files) == 1:
-        (target / "piece-0.safetensors").rename(target / "model.safetensors")
-        return
-    weight_map = {}
-    for number, names in enumerate(files):
-        final = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        (target / f"piece-{number}.safetensors").rename(target / final)
-        weight_map.update(dict.fromkeys(names, final))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def _copy_beside(source: Path, target: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.trainer.checkpoint import MANIFEST, POINTER, STATE, CheckpointStore, damage_of
+from hybridflow.trainer.checkpoint import MANIFEST, POINTER, STATE, CheckpointStore, Retention, damage_of
 from hybridflow.utils.errors import StateError
 
 
@@ -16,7 +16,7 @@ def _write(folder: Path) -> None:
 
 
 def _store(root: Path, steps: tuple[int, ...] = (2, 4, 10), keep: int | None = None) -> CheckpointStore:
-    store = CheckpointStore(root, keep=keep)
+    store = CheckpointStore(root, Retention(newest=keep))
     for step in steps:
         store.save(step, _write, {"step": step})
     return store
