@@ -5,7 +5,8 @@ key never fails in Hydra's words, every ``key=value`` reaches it as ``++key=valu
 error, with a suggestion. Hydra writes no folder, configures no logging, and its exit code for a broken command line
 becomes ours.
 
-Exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 3 this machine (or cluster) lacks something.
+Exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 3 this machine (or cluster) lacks something,
+130 and 143 a run that SIGINT or SIGTERM ended after a step (launch/signals.py).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ usage: python -m hybridflow.COMMAND [KEY=VALUE ...] [--dry-run] [--strict] [--cf
   --cfg job       print the composed configuration
   --config-dir DIR --config-name NAME   a YAML file of your own, with `defaults: [ppo_trainer, _self_]`
 
-exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 3 this machine lacks something"""
+exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 3 this machine lacks something,
+  130 / 143 ended early by SIGINT / SIGTERM: the step was finished and saved; the same command goes on"""
 _ASSIGNMENT = re.compile(r"^(?P<plus>\+{0,2})(?P<key>[A-Za-z_][\w.\-]*)=")
 _VALUED_FLAGS = frozenset(
     {"--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c"}

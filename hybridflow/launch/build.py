@@ -21,6 +21,7 @@ from hybridflow.dispatch.group import WorkerGroup
 from hybridflow.launch.cluster import ClusterStart
 from hybridflow.launch.groups import open_groups
 from hybridflow.launch.plan import RunPlan
+from hybridflow.launch.signals import Interrupted, StopSignals
 from hybridflow.launch.specs import ModelSource, worker_specs
 from hybridflow.roles.handles import (
     ActorHandle,
@@ -57,26 +58,34 @@ TRY_NEXT = (
 
 
 def run(config: PPOConfig, plan: RunPlan, cluster: ClusterStart | None = None) -> int:
-    """Runs every step of the plan; 0 when all are done. Whatever happens, every process that it started is ended.
+    """Runs every step of the plan; 0 when all are done, 130 or 143 when a signal ended it before.
 
+    Whatever happens, every process that it started is ended.
     ``cluster``: Ray that starts in the background since before torch was imported; None: it is started here.
     """
     run_logging.set_up()
     start = StartUp()
     folder = Path(config.trainer.default_local_dir)
     _write_config(config, folder)
-    with ExitStack() as stack:
-        with start.phase("wait for ray"):
-            (cluster or ClusterStart(config)).enter(stack)
-        trainer, record = _assemble(config, plan, start, stack)
-        console = Console(highlight=False, soft_wrap=True)
-        console.print(start.table())
-        trainer.fit()
+    console = Console(highlight=False, soft_wrap=True)
+    with StopSignals() as signals:
+        try:
+            with ExitStack() as stack:
+                with start.phase("wait for ray"):
+                    (cluster or ClusterStart(config)).enter(stack)
+                trainer, record = _assemble(config, plan, start, stack, signals)
+                console.print(start.table())
+                signals.arm()
+                trainer.fit()
+        except Interrupted:
+            return signals.exit_code
     _print_end(console, record, folder)
-    return 0
+    return signals.exit_code if record.interrupted else 0
 
 
-def _assemble(config: PPOConfig, plan: RunPlan, start: StartUp, stack: ExitStack) -> tuple[PPOTrainer, Run]:
+def _assemble(
+    config: PPOConfig, plan: RunPlan, start: StartUp, stack: ExitStack, signals: StopSignals
+) -> tuple[PPOTrainer, Run]:
     with start.phase("tokenizer"):
         source, tokenizer = _model_source(config)
     known = plan.batch.total_steps
@@ -121,7 +130,9 @@ def _assemble(config: PPOConfig, plan: RunPlan, start: StartUp, stack: ExitStack
         tracker=tracker,
         total_steps=total_steps,
         bytes_moved=lambda: sum(group.bytes_moved() for group in groups.values()),
+        stop_asked=signals.asked,
     )
+    stack.callback(record.close)
     return trainer_of(config)(roles, record, config), record
 
 

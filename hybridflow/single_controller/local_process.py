@@ -49,7 +49,8 @@ class Plan:
 
 def serve_rank(work: Connection, control: Connection, packed: bytes, meeting: Rendezvous) -> None:
     """Runs one rank until the driver says stop or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to decide
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and a scheduler's notice reach all: the driver decides
+        signal.signal(number, signal.SIG_IGN)
     plan: Plan = unpack(packed)
     apply_environment(plan.environment, plan.unset)
     sys.path[:] = plan.path

@@ -220,6 +220,8 @@ class Run:
         self._saver.load(found)
         self._prompts.load_state_dict(state["prompts"])
         self.kl.load_state_dict(state["kl"])
+        for name, kept in self._kept.items():
+            kept.load_state_dict(state[name])
         self.first_validation = state["first_validation"]
         self.last_validation = state["last_validation"]
         logger.info("resumed from %s", found.folder)
@@ -243,6 +245,7 @@ class Run:
             "first_validation": self.first_validation,
             "last_validation": self.last_validation,
             "config": plain_config(self.config),
+            **{name: kept.state_dict() for name, kept in self._kept.items()},
         }
         self._saver.save(step, state, score=_score(self._metrics, self.config.trainer.best_metric))
 
@@ -275,8 +278,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _saves_in_background(config: PPOConfig) -> bool:
-    critic = config.needs_critic and config.critic.checkpoint.async_save
-    return config.actor_rollout_ref.actor.checkpoint.async_save or critic
+    return config.actor_rollout_ref.actor.checkpoint.async_save or config.critic.checkpoint.async_save
 
 
 def _score(metrics: Mapping[str, float], name: str | None) -> float | None:
