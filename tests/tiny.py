@@ -25,8 +25,13 @@ _FAMILIES = {
 }
 
 
-def save_tiny_model(folder: Path, *, family: str = "qwen2", tied: bool = True, seed: int = 0, **overrides: int) -> Path:
-    """Writes a random model of about 0.4M parameters with a character tokenizer into ``folder``."""
+def save_tiny_model(
+    folder: Path, *, family: str = "qwen2", tied: bool = True, seed: int = 0, extra_rows: int = 0, **overrides: int
+) -> Path:
+    """Writes a random model of about 0.4M parameters with a character tokenizer into ``folder``.
+
+    ``extra_rows`` of the embedding belong to no token, as in models whose vocabulary is rounded up.
+    """
     config_class, model_class = _FAMILIES[family]
     sizes = dict(
         hidden_size=64,
@@ -38,7 +43,7 @@ def save_tiny_model(folder: Path, *, family: str = "qwen2", tied: bool = True, s
         max_position_embeddings=256,
     )
     config = config_class(
-        vocab_size=len(VOCABULARY),
+        vocab_size=len(VOCABULARY) + extra_rows,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=2,

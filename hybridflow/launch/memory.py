@@ -6,6 +6,8 @@ decoder layer; log-probs are computed in chunks, so logits never stand there for
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.root import PPOConfig
 from hybridflow.launch.hf_model import ModelFacts
@@ -42,8 +44,16 @@ def estimate(
         if role.role == "rollout":
             lines.append(_generator(config, role, batch, model, machine, device))
         elif calls:
-            lines.append(_trained(role, calls, *sections[role.role], batch=batch, model=model))
+            line = _trained(role, calls, *sections[role.role], batch=batch, model=model)
+            lines.append(replace(line, resident={}) if _reads_the_actor(config, role, roles) else line)
     return tuple(lines)
+
+
+def _reads_the_actor(config: PPOConfig, role: RolePlan, roles: tuple[RolePlan, ...]) -> bool:
+    """Whether this is a reference that holds nothing: with LoRA it is the actor without adapters (its worker)."""
+    if role.role != "reference" or config.actor_rollout_ref.model.lora_rank == 0:
+        return False
+    return any(other.role == "actor" and (other.pool, other.dims) == (role.pool, role.dims) for other in roles)
 
 
 def _trained(
@@ -62,7 +72,12 @@ def _trained(
     parameters = model.parameters * master // split
     layer = (model.parameters - model.vocabulary * model.hidden) // model.layers * compute // dims.tp
     whole = model.parameters * compute // (dims.tp * dims.pp)
-    gathered = 0 if split == dims.tp * dims.pp else 2 * layer if sharding.reshard_after_forward else whole
+    alone = split == dims.tp * dims.pp
+    if alone:
+        gathered = whole if compute != master else 0
+    else:
+        gathered = 2 * layer if sharding.reshard_after_forward else whole
+    trained = _adapters(model, settings.lora_rank) * master // split if settings.lora_rank else parameters
     tokens = max(_tokens(call, batch) for call in calls) // dims.sp
     training_tokens = (
         max((_tokens(call, batch) for call in calls if call.call.startswith("update")), default=0) // dims.sp
@@ -76,11 +91,18 @@ def _trained(
     logits = (
         0 if role.role.endswith("critic") else min(tokens, LOGIT_CHUNK_TOKENS) * model.vocabulary * 4 * 2 // dims.tp
     )
-    resident = {"parameters": parameters} | ({"optimizer": 2 * parameters} if trains else {})
+    resident = {"parameters": parameters} | ({"optimizer": 2 * trained} if trains else {})
     peak = {"gathered layers": gathered, "activations": kept, "logits": logits}
     return MemoryLine(
-        role=role.role, pool=role.pool, resident=resident, peak=peak | ({"gradients": parameters} if trains else {})
+        role=role.role, pool=role.pool, resident=resident, peak=peak | ({"gradients": trained} if trains else {})
     )
+
+
+def _adapters(model: ModelFacts, rank: int) -> int:
+    """Parameters of LoRA adapters on all linear layers."""
+    heads, kv_heads = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention = 2 * (model.hidden + heads) + 2 * (model.hidden + kv_heads)
+    return model.layers * rank * (attention + 3 * (model.hidden + model.intermediate))
 
 
 def _tokens(call: MicroPlan, batch: BatchPlan) -> int:

@@ -119,7 +119,7 @@ class RolloutWorker:
             max_tokens=self._config.response_length,
             temperature=0.0 if greedy else chosen.temperature,
             top_p=1.0 if greedy else chosen.top_p,
-            top_k=-1 if greedy else chosen.top_k,
+            top_k=-1 if greedy or chosen.top_k is None else chosen.top_k,
             stop_token_ids=self._eos,
             ignore_eos=rollout.ignore_eos,
         )

@@ -22,7 +22,7 @@ from hybridflow.engines.train import checkpoint, reduction
 from hybridflow.engines.train.base import MicroBatching, Shard
 from hybridflow.engines.train.mesh import meshes
 from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_norm, settle_gradients
-from hybridflow.engines.train.parallelize import parallelize, refuse_unsupported
+from hybridflow.engines.train.parallelize import parallelize, refuse_unsupported, reshards_after_forward
 from hybridflow.engines.train.pipeline import Pipeline
 from hybridflow.engines.train.schedule import schedule
 from hybridflow.engines.train.work import Work, WorkMeter, architecture, peak_flops
@@ -151,6 +151,8 @@ class FSDPEngine:
             row_parallel_shard_dim1=shard_dim1,
             compile_layers=self._compile,
         )
+        fsdp = self._meshes.fsdp
+        self._reshards = fsdp is not None and reshards_after_forward(self._model, fsdp.size(fsdp.ndim - 1), sharding)
         materialise(self._model, "cpu" if sharding.offload_policy else self._device)
         self._parameters = self._model.hf_parameters()
         head_names = [name for name in self._shapes if name.startswith("score.")] if head == "value" else []
@@ -297,6 +299,8 @@ class FSDPEngine:
         if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(last)
             self._model.set_is_last_backward(last)
+            # Layers that stay gathered from forward to backward may stay so until the last micro-batch.
+            self._model.set_reshard_after_backward(last or self._reshards)
 
     def _reshard(self) -> None:
         # FSDP leaves the root gathered after a forward without backward: its shards are then not visible.

@@ -97,8 +97,7 @@ def _shard(
     common: dict[str, Any] = {"mesh": meshes.fsdp, "shard_placement_fn": placement, "offload_policy": offload}
     policy = mixed_precision(sharding)
     blocks = model.blocks()
-    # Under a pipeline several forwards run before a backward: gathering for each would move the weights many times.
-    reshard = sharding.reshard_after_forward and model.first and model.last
+    reshard = reshards_after_forward(model, shards, sharding)
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, **common)
     if model.head == "value" and model.last:
@@ -110,6 +109,15 @@ def _shard(
     if sharding.forward_prefetch:
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
+
+
+def reshards_after_forward(model: PackedModel, shards: int, sharding: FSDPConfig) -> bool:
+    """Whether layers are gathered once more for the backward pass (ZeRO-3).
+
+    Not under a pipeline: several forwards run before a backward, and gathering for each would move the weights many
+    times. Not on one rank: there is nothing to gather, only a cast to repeat.
+    """
+    return sharding.reshard_after_forward and shards > 1 and model.first and model.last
 
 
 def mixed_precision(sharding: FSDPConfig) -> MixedPrecisionPolicy:

@@ -188,6 +188,21 @@ def test_memory_counts_what_adamw_holds():
     assert actor.peak["gradients"] == 4 * found.model.parameters
 
 
+def test_adapters_alone_have_gradients_and_moments_and_their_reference_holds_nothing():
+    found = plan(f"{POLICY}.model.lora_rank=4", f"{POLICY}.actor.use_kl_loss=True")
+    actor, reference = (next(line for line in found.memory if line.role == role) for role in ("actor", "reference"))
+    assert actor.resident["optimizer"] == 2 * actor.peak["gradients"] < actor.resident["parameters"]
+    assert reference.resident == {} and reference.peak["logits"] > 0
+    apart = plan(
+        f"{POLICY}.model.lora_rank=4",
+        f"{POLICY}.actor.use_kl_loss=True",
+        f"{POLICY}.ref.zero_stage=0",
+        "trainer.n_gpus_per_node=2",
+    )
+    reference = next(line for line in apart.memory if line.role == "reference")
+    assert reference.resident["parameters"] > 0, "another layout than the actor's loads the base itself"
+
+
 def test_sharding_divides_what_a_device_holds():
     def held(slots: int) -> int:
         return sum(plan(f"trainer.n_gpus_per_node={slots}").memory[0].resident.values())
