@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybridflow.cli.combinations import combinations_page
 from hybridflow.config.key_rules import RULES
 from hybridflow.config.keys import answer
 from hybridflow.config.load import nearest_key
@@ -13,6 +14,7 @@ from hybridflow.config.root import PPOConfig
 from hybridflow.config.tree import leaf_names, leaves
 from hybridflow.config.unread import is_unread
 from hybridflow.config.verl_keys import VERL_KEYS
+from hybridflow.trainer.metric_table import SECTIONS
 
 MADE_BY = "<!-- Made by `python -m hybridflow.config_keys --write docs/reference`; do not edit. -->\n"
 
@@ -21,11 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Answers for the keys given, or writes the pages; 1 when a key is unknown."""
     parser = argparse.ArgumentParser(prog="python -m hybridflow.config_keys", description=main.__doc__)
     parser.add_argument("keys", nargs="*", help="dotted keys; none: print the table of verl's keys")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write both pages there")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write the pages there")
     arguments = parser.parse_args(argv)
     if arguments.write is not None:
         for name, page in pages().items():
-            (arguments.write / name).write_text(page, encoding="utf-8")
+            file = arguments.write / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(page, encoding="utf-8")
         return 0
     if not arguments.keys:
         print(keys_page(), end="")
@@ -39,8 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pages() -> dict[str, str]:
-    """Every generated page by its file name."""
-    return {"config_keys.md": keys_page(), "configuration.md": configuration_page()}
+    """Every generated page by its place under docs/reference."""
+    return {
+        "config_keys.md": keys_page(),
+        "configuration.md": configuration_page(),
+        "metrics.md": metrics_page(),
+        "../algorithms/combinations.md": combinations_page(),
+    }
 
 
 def keys_page() -> str:
@@ -89,6 +98,22 @@ def configuration_page() -> str:
         kind = leaf.type + (f"; {leaf.allowed}" if leaf.allowed else "")
         unread = " *(no effect yet)*" if is_unread(leaf.key) else ""
         lines.append(f"| `{leaf.key}` | {_cell(kind)} | `{leaf.default}` | {_cell(leaf.doc)}{unread} |")
+    return "\n".join(lines) + "\n"
+
+
+def metrics_page() -> str:
+    """docs/reference/metrics.md: every metric of a run, its unit, meaning and the file that computes it."""
+    lines = [
+        MADE_BY,
+        "# Metrics\n",
+        "What a run writes to `metrics.jsonl` and to every tracker, from `hybridflow/trainer/metric_table.py`. `*`",
+        "stands for anything. Token metrics count policy tokens of valid rows that no bound rejected, each alike; row",
+        "metrics count rows alike; all are the same for any number of ranks (times, bytes and memory aside). Metrics",
+        "of a loss of your own appear under the names that it gives.",
+    ]
+    for title, section in SECTIONS.items():
+        lines += [f"\n## {title}\n", "| name | unit | meaning | computed in |", "|---|---|---|---|"]
+        lines += [f"| `{m.name}` | {m.unit} | {_cell(m.meaning)} | `{m.source}` |" for m in section]
     return "\n".join(lines) + "\n"
 
 

@@ -163,6 +163,10 @@ def _needs_of_algorithms(config: PPOConfig) -> Iterator[Problem]:
         if bypass:
             text += ", which bypass_mode does not compute"
             yield Problem(key=bypass_key, given="True", text=text, fix="Set it to False.", reads=reads)
+    if algorithm.filter_groups.enable and policy.rollout.n < 2:
+        text = "drops groups whose samples score alike, and one sample per prompt has none to differ from"
+        key, fix, reads = "algorithm.filter_groups.enable", f"Set {ROLLOUT}.n=8.", (f"{ROLLOUT}.n",)
+        yield Problem(key=key, given="True", text=text, fix=fix, reads=reads)
     if algorithm.safe_rlhf.enable and estimator in REWARD_ONLY_ESTIMATORS:
         text = f"algorithm.adv_estimator={estimator} {REWARD_ONLY_ESTIMATORS[estimator]}, and a cost has none"
         fix = "Use algorithm.adv_estimator=gae or grpo."

@@ -9,7 +9,10 @@ from hybridflow.cli.config_keys import main, pages
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
 
 
-@pytest.mark.parametrize("name", ["config_keys.md", "configuration.md"])
+PAGES = ["../algorithms/combinations.md", "config_keys.md", "configuration.md", "metrics.md"]
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_the_committed_page_is_the_generated_one(name):
     made = pages()[name]
     assert (REFERENCE / name).read_text(encoding="utf-8") == made, (
@@ -17,9 +20,10 @@ def test_the_committed_page_is_the_generated_one(name):
     )
 
 
-def test_writing_makes_both_pages(tmp_path):
-    assert main(["--write", str(tmp_path)]) == 0
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["config_keys.md", "configuration.md"]
+def test_writing_makes_all_pages(tmp_path):
+    assert main(["--write", str(tmp_path / "reference")]) == 0
+    assert sorted(pages()) == PAGES
+    assert all((tmp_path / "reference" / name).is_file() for name in PAGES)
 
 
 def test_one_answer_per_asked_key(capsys):
