@@ -111,12 +111,11 @@ class _TokenLogProbs(torch.autograd.Function):
         entropies = torch.zeros_like(log_probs)
         for start in range(0, n, block):
             part = slice(start, start + block)
-            log_p, normaliser[part] = _log_softmax(hidden[part], *head, temperature, shard)
+            place = None if kept is None else kept[part]
+            log_p, normaliser[part] = _log_softmax(hidden[part], *head, temperature, shard, place)
             log_probs[part] = _pick(log_p, targets[part], shard)
             if entropy:
                 entropies[part] = _entropy(log_p, shard)
-            if kept is not None:
-                kept[part] = log_p
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropies, kept)
         ctx.settings = (temperature, entropy, shard, columns, block)
         if not entropy:
@@ -162,17 +161,29 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """float32 tempered logits ``[m, V]``, freshly allocated."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, out: Tensor | None = None
+) -> Tensor:
+    """float32 tempered logits ``[m, V]``, in ``out`` or freshly allocated."""
+    if out is not None and hidden.dtype == torch.float32:
+        logits = torch.mm(hidden, weight.t(), out=out)
+        logits = logits if bias is None else logits.add_(bias)
+    else:
+        product = torch.nn.functional.linear(hidden, weight, bias)
+        logits = product.float() if out is None else out.copy_(product)
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
 def _log_softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, shard: VocabularyShard | None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    shard: VocabularyShard | None,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """log p ``[m, V]`` and the normaliser ``[m]``."""
-    logits = _logits(hidden, weight, bias, temperature)
+    """log p ``[m, V]`` (in ``out``, if given) and the normaliser ``[m]``."""
+    logits = _logits(hidden, weight, bias, temperature, out)
     normaliser = torch.logsumexp(logits, -1)
     if shard is not None:
         # logsumexp of the slices' logsumexps: shifted by the largest, so that nothing overflows.

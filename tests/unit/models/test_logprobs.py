@@ -113,8 +113,45 @@ def test_an_impossible_temperature_is_refused(temperature: float) -> None:
         token_log_probs(hidden, weight, targets, temperature=temperature)
 
 
-def _sharded(keep_bytes: int) -> dict[str, torch.Tensor]:
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 20])
+def test_ids_beyond_the_limit_take_no_part(keep_bytes: int) -> None:
     hidden, weight, targets = inputs(vocabulary=11)
+    targets = targets.clamp(max=6)
+    want_log_probs, want_entropy = naive(hidden, weight[:7], targets, 0.7)
+    want = torch.autograd.grad((want_log_probs + 0.3 * want_entropy).sum(), (hidden, weight))
+    log_probs, entropy = token_log_probs(
+        hidden, weight, targets, temperature=0.7, entropy=True, vocab_limit=7, keep_bytes=keep_bytes, block_bytes=80
+    )
+    torch.testing.assert_close(log_probs, want_log_probs, atol=1e-6, rtol=1e-6)
+    assert entropy is not None
+    torch.testing.assert_close(entropy, want_entropy, atol=1e-6, rtol=1e-6)
+    got = torch.autograd.grad((log_probs + 0.3 * entropy).sum(), (hidden, weight))
+    for mine, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+    assert float(got[1][7:].abs().max()) == 0.0
+
+
+def test_a_bias_is_cut_with_the_head() -> None:
+    hidden, weight, targets = inputs()
+    targets = targets.clamp(max=4)
+    bias = torch.linspace(-1, 1, weight.shape[0]).requires_grad_()
+    want = torch.log_softmax(hidden @ weight[:5].T + bias[:5], -1)[torch.arange(len(targets)), targets]
+    got, _ = token_log_probs(hidden, weight, targets, bias=bias, vocab_limit=5)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(got.sum(), bias)[0], torch.autograd.grad(want.sum(), bias)[0], atol=1e-6, rtol=1e-5
+    )
+
+
+def test_a_token_that_cannot_be_sampled_is_refused() -> None:
+    hidden, weight, targets = inputs()
+    with pytest.raises(ValueError, match="ids from 3 on are never sampled"):
+        token_log_probs(hidden, weight, targets.clamp(min=3), vocab_limit=3)
+
+
+def _sharded(keep_bytes: int, vocab_limit: int | None = None) -> dict[str, torch.Tensor]:
+    hidden, weight, targets = inputs(vocabulary=11)
+    targets = targets.clamp(max=(vocab_limit or 11) - 1)
     start, end = (0, 6) if dist.get_rank() == 0 else (6, 11)
     mine = weight.detach()[start:end].clone().requires_grad_()
     log_probs, entropy = token_log_probs(
@@ -124,18 +161,21 @@ def _sharded(keep_bytes: int) -> dict[str, torch.Tensor]:
         temperature=0.7,
         entropy=True,
         shard=VocabularyShard(start, dist.group.WORLD),
+        vocab_limit=vocab_limit,
         keep_bytes=keep_bytes,
     )
     (log_probs.sum() + 0.3 * entropy.sum()).backward()
     return {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": mine.grad}
 
 
+@pytest.mark.parametrize("vocab_limit", [None, 8, 6, 4], ids=lambda limit: f"limit {limit}")
 @pytest.mark.parametrize("keep_bytes", [0, 1 << 20])
-def test_a_sharded_vocabulary_gives_the_same_numbers(keep_bytes: int) -> None:
+def test_a_sharded_vocabulary_gives_the_same_numbers(keep_bytes: int, vocab_limit: int | None) -> None:
+    """Rank 0 holds ids 0 to 5, rank 1 the rest: under the limits 6 and 4 it holds none that counts."""
     hidden, weight, targets = inputs(vocabulary=11)
-    log_probs, entropy = naive(hidden, weight, targets, 0.7)
+    log_probs, entropy = naive(hidden, weight[:vocab_limit], targets.clamp(max=(vocab_limit or 11) - 1), 0.7)
     (log_probs.sum() + 0.3 * entropy.sum()).backward()
-    ranks = run_ranks(2, _sharded, keep_bytes)
+    ranks = run_ranks(2, _sharded, keep_bytes, vocab_limit)
     for rank in ranks:
         torch.testing.assert_close(rank["log_probs"], log_probs.detach(), atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(rank["entropy"], entropy.detach(), atol=1e-6, rtol=1e-6)
