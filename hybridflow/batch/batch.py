@@ -1,7 +1,8 @@
 """``Batch``: named columns with one row count, the only thing that roles hand to one another.
 
-Tensor columns live in a tensordict; object columns (one Python value per row) in tuples beside it. A batch is never
-changed: every method returns a new one that shares storage where it can.
+Tensor columns live in a tensordict; object columns (one Python value per row) in tuples beside it; wide tensor columns
+may be references to where they were produced (batch/refs.py), which only reading fetches. A batch is never changed:
+every method returns a new one that shares storage where it can.
 """
 
 from __future__ import annotations
@@ -14,52 +15,63 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hybridflow.batch.columns import pad_value
+from hybridflow.batch.refs import Places, Reader, RemoteColumn, Store, join, joinable, keep_columns, may_stay
 from hybridflow.utils.errors import ColumnError
 
 Rows = Tensor | slice | Sequence[int]
+Values = Tensor | RemoteColumn | Sequence[Any]
 
 
 class Batch:
     """Immutable named columns of equal length.
 
     Args:
-        columns: name to tensor ``[B, ...]`` or to a sequence of B objects.
+        columns: name to tensor ``[B, ...]``, to a reference to one, or to a sequence of B objects.
 
     Raises:
         ColumnError: when two columns disagree about B; the message names both.
     """
 
-    __slots__ = ("_objects", "_rows", "_tensors")
+    __slots__ = ("_objects", "_remote", "_rows", "_tensors")
 
-    def __init__(self, columns: Mapping[str, Tensor | Sequence[Any]]) -> None:
+    def __init__(self, columns: Mapping[str, Values]) -> None:
         rows = _row_count(columns)
         tensors = {name: value for name, value in columns.items() if isinstance(value, Tensor)}
         self._rows = rows
         self._tensors = TensorDict(tensors, batch_size=[rows])
-        self._objects = {name: tuple(value) for name, value in columns.items() if not isinstance(value, Tensor)}
+        self._remote = {name: value for name, value in columns.items() if isinstance(value, RemoteColumn)}
+        others = {name: value for name, value in columns.items() if not isinstance(value, Tensor | RemoteColumn)}
+        self._objects: dict[str, tuple[Any, ...]] = {name: tuple(value) for name, value in others.items()}
 
     def __len__(self) -> int:
         return self._rows
 
     def __contains__(self, name: str) -> bool:
-        return name in self._objects or name in self._tensors.keys()
+        return name in self._objects or name in self._remote or name in self._tensors.keys()
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor column ``name``."""
+        """The tensor column ``name``; a remote one is fetched each time it is read.
+
+        Raises:
+            WorkerError: the rank that kept it is gone.
+        """
         if name in self._tensors.keys():
             return self._tensors[name]
+        if name in self._remote:
+            return self._remote[name].fetch(Reader(), pad_value(name))
         if name in self._objects:
             raise ColumnError(f"column {name!r} holds objects: read it with .objects({name!r})")
         raise ColumnError(f"no column {name!r}; this batch has {', '.join(sorted(self.names)) or 'none'}")
 
     def __repr__(self) -> str:
-        shapes = [f"{name}{list(value.shape)}" for name, value in self.tensors().items()]
+        shapes = [f"{name}{list(value.shape)}" for name, value in self._local().items()]
+        shapes += [f"{name}{[self._rows, *value.shape]}(remote)" for name, value in self._remote.items()]
         return f"Batch({self._rows} rows: {', '.join(shapes + [f'{name}(object)' for name in self._objects])})"
 
     @property
     def names(self) -> tuple[str, ...]:
         """All column names, tensors first."""
-        return (*self._tensors.keys(), *self._objects)
+        return (*self._tensors.keys(), *self._remote, *self._objects)
 
     def objects(self, name: str) -> tuple[Any, ...]:
         """The object column ``name``."""
@@ -68,16 +80,41 @@ class Batch:
         return self._objects[name]
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensor columns."""
-        return {name: self._tensors[name] for name in self._tensors.keys()}
+        """All tensor columns; remote ones are fetched."""
+        return self.fetched()._local()
 
-    def columns(self) -> dict[str, Tensor | tuple[Any, ...]]:
-        """All columns."""
-        return {**self.tensors(), **self._objects}
+    def columns(self) -> dict[str, Values]:
+        """All columns, remote ones as references."""
+        return {**self._local(), **self._remote, **self._objects}
 
     def nbytes(self) -> int:
-        """Bytes of the tensor columns."""
-        return sum(value.numel() * value.element_size() for value in self.tensors().values())
+        """Bytes of the tensor columns that are here."""
+        return sum(value.numel() * value.element_size() for value in self._local().values())
+
+    def kept(self, store: Store) -> Batch:
+        """This batch with its wide columns in ``store``."""
+        wide = {name: value for name, value in self._local().items() if may_stay(value)}
+        return self.with_columns(**keep_columns(wide, store)) if wide else self
+
+    def fetched(self, reader: Reader | None = None) -> Batch:
+        """This batch with all columns here; ``reader`` counts. The same object when nothing is remote.
+
+        Raises:
+            WorkerError: a rank that kept rows is gone.
+        """
+        if not self._remote:
+            return self
+        reader = reader or Reader()
+        found = {name: column.fetch(reader, pad_value(name)) for name, column in self._remote.items()}
+        return self.with_columns(**found)
+
+    def cleared(self, start: int, *names: str) -> Batch:
+        """This batch with zeros (False) in all rows from ``start`` on of the named tensor columns that it has."""
+        remote = {name: value.cleared(start) for name, value in self._remote.items() if name in names}
+        local = {name: value.clone() for name, value in self._local().items() if name in names}
+        for value in local.values():
+            value[start:] = 0
+        return self.with_columns(**local, **remote)
 
     def merge(self, other: Batch) -> Batch:
         """Columns of both.
@@ -87,11 +124,11 @@ class Batch:
         """
         mine, theirs = self.columns(), other.columns()
         for name in mine.keys() & theirs.keys():
-            if not _equal(mine[name], theirs[name]):
+            if not _equal(name, mine[name], theirs[name]):
                 raise ColumnError(f"column {name!r} exists on both sides of a merge with unequal values")
         return Batch({**mine, **theirs})
 
-    def with_columns(self, **columns: Tensor | Sequence[Any]) -> Batch:
+    def with_columns(self, **columns: Values) -> Batch:
         """This batch with ``columns`` added or replaced."""
         return Batch({**self.columns(), **columns})
 
@@ -112,8 +149,10 @@ class Batch:
         positions = _positions(index, self._rows)
         picked = positions.tolist()
         objects = {name: tuple(value[i] for i in picked) for name, value in self._objects.items()}
-        tensors = {name: value[positions] for name, value in self.tensors().items()}
-        return Batch({**tensors, **objects}) if self.names else empty(len(picked))
+        tensors = {name: value[positions] for name, value in self._local().items()}
+        known: dict[Places, tuple[Places, list[int]]] = {}
+        remote = {name: value.pick(positions, known) for name, value in self._remote.items()}
+        return Batch({**tensors, **remote, **objects}) if self.names else empty(len(picked))
 
     def repeat(self, times: int) -> Batch:
         """Each row ``times`` times, copies next to one another."""
@@ -132,21 +171,28 @@ class Batch:
 
     def iter_rows(self) -> Iterator[dict[str, Any]]:
         """Rows as dicts: numbers for ``[B]`` columns, tensors for wider ones, objects as they are."""
+        tensors = self.tensors()
         for i in range(self._rows):
-            row: dict[str, Any] = {n: v[i].item() if v.ndim == 1 else v[i] for n, v in self.tensors().items()}
+            row: dict[str, Any] = {n: v[i].item() if v.ndim == 1 else v[i] for n, v in tensors.items()}
             yield {**row, **{n: v[i] for n, v in self._objects.items()}}
 
-    def _like(self, columns: Mapping[str, Tensor | Sequence[Any]]) -> Batch:
+    def _local(self) -> dict[str, Tensor]:
+        return {name: self._tensors[name] for name in self._tensors.keys()}
+
+    def _like(self, columns: Mapping[str, Values]) -> Batch:
         return Batch(columns) if columns else empty(self._rows)
 
-    def __getstate__(self) -> tuple[int, dict[str, Tensor], dict[str, tuple[Any, ...]]]:
+    def __getstate__(self) -> _State:
         # A slice would drag its whole storage through the wire.
-        tensors = {name: _own_storage(value) for name, value in self.tensors().items()}
-        return self._rows, tensors, self._objects
+        tensors = {name: _own_storage(value) for name, value in self._local().items()}
+        return self._rows, tensors, self._remote, self._objects
 
-    def __setstate__(self, state: tuple[int, dict[str, Tensor], dict[str, tuple[Any, ...]]]) -> None:
-        self._rows, tensors, self._objects = state
+    def __setstate__(self, state: _State) -> None:
+        self._rows, tensors, self._remote, self._objects = state
         self._tensors = TensorDict(tensors, batch_size=[self._rows])
+
+
+_State = tuple[int, dict[str, Tensor], dict[str, RemoteColumn], dict[str, tuple[Any, ...]]]
 
 
 def empty(rows: int) -> Batch:
@@ -171,20 +217,26 @@ def concat(batches: Sequence[Batch]) -> Batch:
         if set(other.names) != names:
             odd = sorted(names.symmetric_difference(other.names))
             raise ColumnError(f"concat of batches with different columns: {', '.join(odd)} not in all")
-    columns: dict[str, Tensor | Sequence[Any]] = {}
-    for name in batches[0].names:
-        blocks = [batch.columns()[name] for batch in batches]
-        columns[name] = (
-            _join(name, blocks) if isinstance(blocks[0], Tensor) else [item for block in blocks for item in block]
-        )
+    parts = [batch.columns() for batch in batches]
+    known: dict[tuple[Places, ...], Places] = {}
+    columns = {name: _join(name, [part[name] for part in parts], known) for name in batches[0].names}
     return Batch(columns) if columns else empty(sum(len(batch) for batch in batches))
 
 
-def _join(name: str, blocks: Sequence[Any]) -> Tensor:
+def _join(name: str, blocks: Sequence[Any], known: dict[tuple[Places, ...], Places]) -> Values:
+    if joinable(blocks):
+        return join(blocks, known)
+    if not isinstance(blocks[0], Tensor | RemoteColumn):
+        return [item for block in blocks for item in block]
+    blocks = [_here(name, block) for block in blocks]
     if blocks[0].ndim < 2:
         return torch.cat(list(blocks))
     width = max(block.shape[1] for block in blocks)
     return torch.cat([_widen(block, width, pad_value(name)) for block in blocks])
+
+
+def _here(name: str, column: Any) -> Any:
+    return column.fetch(Reader(), pad_value(name)) if isinstance(column, RemoteColumn) else column
 
 
 def _widen(block: Tensor, width: int, value: float) -> Tensor:
@@ -222,7 +274,10 @@ def _own_storage(value: Tensor) -> Tensor:
     return value
 
 
-def _equal(mine: Any, theirs: Any) -> bool:
+def _equal(name: str, mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, RemoteColumn) and isinstance(theirs, RemoteColumn) and mine.is_same(theirs):
+        return True
+    mine, theirs = _here(name, mine), _here(name, theirs)
     if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
         return mine.shape == theirs.shape and mine.dtype == theirs.dtype and torch.equal(mine, theirs)
     return type(mine) is type(theirs) and bool(mine == theirs)

@@ -130,16 +130,8 @@ def split_rows(batch: Batch, parts: int) -> list[Batch]:
     if padded > rows:
         cyclic = torch.arange(padded)
         cyclic[rows:] = torch.arange(padded - rows) % rows
-        batch = batch.rows(cyclic)
-        masks = (name for name in (VALID, *MASKS) if name in batch)
-        batch = batch.with_columns(**{name: _cleared(batch[name], rows) for name in masks})
+        batch = batch.rows(cyclic).cleared(rows, VALID, *MASKS)
     return batch.split([block] * parts)
-
-
-def _cleared(mask: torch.Tensor, rows: int) -> torch.Tensor:
-    mask = mask.clone()
-    mask[rows:] = 0
-    return mask
 
 
 def join(results: Sequence[Any], rows: int | None) -> Any:
