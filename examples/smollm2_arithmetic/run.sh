@@ -4,7 +4,7 @@
 set -euo pipefail
 PYTHON=${PYTHON:-python}
 MODEL=${MODEL:-models/smollm2}
-TASK='reasoning_gym:basic_arithmetic?operators=+&min_terms=2&max_terms=2&max_digits=2&allow_parentheses=false&allow_negation=false'
+TASK='reasoning_gym:basic_arithmetic?operators=+&min_terms=2&max_terms=2&max_digits=2&allow_parentheses=false&allow_negation=false&instruction=Answer in one short sentence.'
 
 if [[ ! -f "$MODEL/config.json" ]]; then
   "$PYTHON" scripts/prepare_smollm2.py --out "$MODEL"
@@ -18,7 +18,7 @@ exec "$PYTHON" -m hybridflow.main_ppo \
   data.generated_val_size=128 \
   data.train_batch_size=16 \
   data.max_prompt_length=64 \
-  data.max_response_length=40 \
+  data.max_response_length=32 \
   actor_rollout_ref.rollout.n=8 \
   actor_rollout_ref.actor.ppo_mini_batch_size=8 \
   actor_rollout_ref.actor.optim.lr=1e-5 \
