@@ -61,6 +61,7 @@ _RUN = _section(
     ("timing_s/update_critic", "s", "all updates of the critic"),
     ("timing_s/update_cost_critic", "s", "all updates of the cost critic"),
     ("timing_s/update_weights", "s", "weights from actor to generator"),
+    ("checkpoint/failed_saves", "saves", "checkpoints that the disk refused so far"),
     ("perf/time_per_step", "s", "the same as timing_s/step"),
     ("perf/throughput", "tokens/s", "prompt and response tokens of the batch over the time of the step"),
     ("perf/driver_bytes", "bytes", "payload that went through the driver in this step"),

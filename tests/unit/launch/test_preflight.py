@@ -101,6 +101,9 @@ def test_roles_play_only_where_the_dataflow_needs_them():
 
     assert roles() == ["actor", "rollout", "reward"]
     assert roles("algorithm.adv_estimator=gae") == ["actor", "rollout", "critic", "reward"]
+    safe = "algorithm.safe_rlhf.enable=true"
+    assert roles(safe) == ["actor", "rollout", "reward"]
+    assert roles(safe, "algorithm.adv_estimator=gae") == ["actor", "rollout", "critic", "cost_critic", "reward"]
     assert "reference" in roles("algorithm.use_kl_in_reward=true")
     assert "reference" in roles(f"{POLICY}.actor.use_kl_loss=true")
 
@@ -117,6 +120,17 @@ def test_a_pool_of_its_own_and_reward_functions_on_the_host_of_a_gpu_machine():
     assert found.role("reward").pool == HOST_POOL
     assert found.role("reward").dims.dp == 3
     assert found.pool(HOST_POOL).device == "cpu"
+
+
+def test_the_cost_critic_is_a_second_critic_in_the_critics_pool():
+    found = plan(
+        "algorithm.adv_estimator=gae", "algorithm.safe_rlhf.enable=true", "trainer.pools.values.slots=2",
+        "trainer.pools.values.roles=critic", machine=SERVER,
+    )  # fmt: skip
+    assert found.pool("values").pool.roles == ("critic", "cost_critic")
+    assert found.role("cost_critic").dims == found.role("critic").dims
+    one, two = (next(line for line in found.memory if line.role == role) for role in ("critic", "cost_critic"))
+    assert one.resident == two.resident and one.peak == two.peak
 
 
 def test_reward_functions_share_the_processes_of_a_cpu_run():
@@ -167,6 +181,8 @@ VARIANTS = [
     (),
     ("algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
     (f"{POLICY}.actor.use_kl_loss=true",),
+    ("algorithm.safe_rlhf.enable=true",),
+    ("algorithm.safe_rlhf.enable=true", "algorithm.adv_estimator=gae"),
     ("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.bypass_mode=true"),
 ]
 
