@@ -24,7 +24,7 @@ from hybridflow.trainer.resume import about_run, plain_config, tell_changes, tel
 from hybridflow.trainer.saving import Saver
 from hybridflow.trainer.tracking import Tracker, clean_name
 from hybridflow.trainer.validate import validate
-from hybridflow.trainer.warnings import Alarms
+from hybridflow.trainer.warnings import TOKEN_MEANS, Alarms
 from hybridflow.utils.errors import ConfigError
 from hybridflow.utils.timing import Stopwatch
 
@@ -125,7 +125,7 @@ class Run:
         self._watch = Stopwatch()
         self._validated_at: int | None = None
         self._kept: dict[str, Stateful] = {}
-        self._alarms = Alarms()
+        self._alarms = Alarms(kl_loss_per_token=config.actor_rollout_ref.actor.loss_agg_mode in TOKEN_MEANS)
 
     def keep(self, name: str, state: Stateful) -> None:
         """Saves ``state`` with every checkpoint and restores it with the run; to be called before ``restore``."""

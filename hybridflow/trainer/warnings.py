@@ -26,25 +26,32 @@ STEP_KL_NATS = 0.1
 """Nats per token between the policies before and after the updates of one step; usual values are below 0.02."""
 REFERENCE_KL_NATS = 1.0
 """Nats per token between policy and reference; usual values are below 0.1."""
+TOKEN_MEANS = ("token-mean", "seq-mean-token-mean")
+"""Aggregations under which a term of the loss is a mean over tokens."""
+REFERENCE_KL = ("actor/reward_kl_penalty", "actor/kl_loss")
+"""The KL to the reference in the reward (always per token) and in the loss."""
 FLAT_SHARE = 0.9
 """Share of groups whose rewards are all equal."""
 CUT_SHARE = 0.5
 """Share of responses that reach the length limit."""
 
 
-def symptoms(recent: Sequence[Metrics], *, first_entropy: float | None = None) -> dict[str, str]:
+def symptoms(
+    recent: Sequence[Metrics], *, first_entropy: float | None = None, kl_metrics: Sequence[str] = REFERENCE_KL
+) -> dict[str, str]:
     """Message by symptom of a run whose last steps had the metrics ``recent`` (oldest first); empty: all is well.
 
     Args:
         recent: up to ``WINDOW`` steps; fewer than ``PERSISTS`` show nothing.
         first_entropy: entropy of the first steps in nats, which a later one is compared with; None: not known.
+        kl_metrics: names of the KL to the reference in nats per token; the first that is there is read.
     """
     if len(recent) < PERSISTS:
         return {}
     found = {
         "entropy": _entropy(recent, first_entropy),
         "step_kl": _step_kl(recent),
-        "reference_kl": _reference_kl(recent),
+        "reference_kl": _reference_kl(recent, kl_metrics),
         "rewards": _rewards(recent),
         "length": _length(recent),
     }
@@ -52,9 +59,14 @@ def symptoms(recent: Sequence[Metrics], *, first_entropy: float | None = None) -
 
 
 class Alarms:
-    """Warns in the log about symptoms, once per episode."""
+    """Warns in the log about symptoms, once per episode.
 
-    def __init__(self) -> None:
+    Args:
+        kl_loss_per_token: whether ``actor/kl_loss`` is a mean over tokens (the aggregation of the loss decides).
+    """
+
+    def __init__(self, *, kl_loss_per_token: bool = True) -> None:
+        self._kl_metrics = REFERENCE_KL if kl_loss_per_token else REFERENCE_KL[:1]
         self._recent: deque[Metrics] = deque(maxlen=WINDOW)
         self._first_entropies: list[float] = []
         self._ringing: frozenset[str] = frozenset()
@@ -66,7 +78,7 @@ class Alarms:
         if entropy is not None and len(self._first_entropies) < PERSISTS:
             self._first_entropies.append(entropy)
         first = sum(self._first_entropies) / len(self._first_entropies) if self._first_entropies else None
-        found = symptoms(list(self._recent), first_entropy=first)
+        found = symptoms(list(self._recent), first_entropy=first, kl_metrics=self._kl_metrics)
         new = [message for name, message in found.items() if name not in self._ringing]
         self._ringing = frozenset(found)
         return new
@@ -107,8 +119,8 @@ def _step_kl(recent: Sequence[Metrics]) -> str | None:
     )
 
 
-def _reference_kl(recent: Sequence[Metrics]) -> str | None:
-    name = next((n for n in ("actor/reward_kl_penalty", "actor/kl_loss") if n in recent[-1]), None)
+def _reference_kl(recent: Sequence[Metrics], names: Sequence[str]) -> str | None:
+    name = next((name for name in names if name in recent[-1]), None)
     values = _last(recent, name, PERSISTS) if name is not None else []
     if len(values) < PERSISTS or min(values) <= REFERENCE_KL_NATS:
         return None

@@ -60,6 +60,13 @@ def test_metrics_that_are_missing_or_not_finite_are_no_symptom():
     assert symptoms([{"actor/ppo_kl": float("nan"), "actor/kl_loss": float("inf")}] * 5) == {}
 
 
+def test_a_kl_that_is_a_sum_over_tokens_is_not_judged_per_token():
+    summed = {"actor/kl_loss": 5.0}
+    assert "reference_kl" in symptoms([summed] * PERSISTS)
+    alarms = Alarms(kl_loss_per_token=False)
+    assert [alarms.look(summed) for _ in range(PERSISTS)] == [[]] * PERSISTS
+
+
 def test_an_episode_is_said_once_and_the_next_one_again(caplog):
     alarms, long = Alarms(), HEALTHY | SICK["length"]
     said = [len(alarms.look(metrics)) for metrics in [long] * 5 + [HEALTHY] + [long] * 4]
