@@ -174,7 +174,7 @@ def _data_and_run() -> Iterator[Rule]:
     yield refused("algorithm.pf_ppo.**", "use algorithm.filter_groups to choose samples")
     yield taken("trainer.use_legacy_worker_impl", "there is one kind of worker", None)
     yield renamed("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations")
-    yield refused("trainer.default_hdfs_dir", "use trainer.default_local_dir on a mounted file system")
+    yield refused("trainer.default_hdfs_dir", "use trainer.checkpoint_copy=hdfs://... (a copy of every checkpoint)")
     yield taken("trainer.remove_previous_ckpt_in_save", "use trainer.max_actor_ckpt_to_keep=1", (False,))
     yield taken("trainer.del_local_ckpt_after_load", "use trainer.max_actor_ckpt_to_keep", (False,))
     yield refused("trainer.ray_wait_register_center_timeout", "use trainer.timeouts.start_s")

@@ -104,6 +104,9 @@ class TrainerConfig(Section):
     best_metric: str | None = None
     """Metric whose highest checkpoint is kept beyond max_actor_ckpt_to_keep (with a leading ``-`` the lowest; ties: the
     newest), measured at the step that saves; None: none."""
+    checkpoint_copy: str | None = None
+    """Folder of any fsspec file system (``s3://...``, ``hdfs://...``) that gets a copy of every checkpoint, and from
+    which a run goes on whose own folder lacks it; None: none."""
     save_failure: Annotated[str, OneOf(SAVE_FAILURES)] = "stop"
     """What a checkpoint that the disk refuses leads to: stop, or warn and train on (``checkpoint/failed_saves``)."""
     log_val_generations: NonNegativeInt = 0

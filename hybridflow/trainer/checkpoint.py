@@ -13,11 +13,12 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridflow.trainer.remote import RemoteFolder
 from hybridflow.utils.errors import StateError
 
 logger = logging.getLogger(__name__)
@@ -83,12 +84,20 @@ class CheckpointStore:
         root: ``trainer.default_local_dir``.
         retention: which stay; nothing goes before a newer one is complete.
         about: versions and layout, kept in every manifest.
+        remote: where every complete checkpoint is copied to, and where newer ones may be; None: nowhere.
     """
 
-    def __init__(self, root: Path, retention: Retention | None = None, about: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        retention: Retention | None = None,
+        about: Mapping[str, Any] | None = None,
+        remote: RemoteFolder | None = None,
+    ) -> None:
         self.root = root
         self._retention = Retention() if retention is None else retention
         self._about = dict(about or {})
+        self._remote = remote
         self._begun_at = 0
         self._own: set[int] = set()
 
@@ -124,6 +133,8 @@ class CheckpointStore:
         self._own.add(step)
         _replace_text(self.root / POINTER, f"{step}\n")
         self._prune()
+        if self._remote is not None:
+            self._copy(self._remote, final)
         return Checkpoint(step, final)
 
     def abandon(self, step: int) -> None:
@@ -138,9 +149,18 @@ class CheckpointStore:
         self._begun_at = step
 
     def newest(self) -> Checkpoint | None:
-        """The newest complete checkpoint; damaged ones are skipped with a warning that says what is wrong."""
-        for step in sorted(self._steps(), reverse=True):
+        """The newest complete checkpoint; damaged ones are skipped with a warning that says what is wrong.
+
+        One that only the remote folder has is fetched first.
+        """
+        here = self._steps()
+        there = [] if self._remote is None else _numbers(self._remote.complete(last=MANIFEST))
+        for step in sorted({*here, *there}, reverse=True):
             folder = self._folder(step)
+            if step not in here:
+                assert self._remote is not None
+                logger.info("fetching %s from %s", folder.name, self._remote.url)
+                self._remote.pull(folder.name, folder)
             damage = damage_of(folder)
             if damage is None:
                 return Checkpoint(step, folder)
@@ -167,8 +187,7 @@ class CheckpointStore:
     def _steps(self) -> list[int]:
         if not self.root.is_dir():
             return []
-        names = [entry.name.removeprefix(_PREFIX) for entry in self.root.glob(f"{_PREFIX}*") if entry.is_dir()]
-        return [int(name) for name in names if name.isdigit()]
+        return _numbers(entry.name for entry in self.root.glob(f"{_PREFIX}*") if entry.is_dir())
 
     def _set_aside(self, step: int) -> None:
         foreign = [other for other in self._steps() if other > self._begun_at and other not in self._own]
@@ -194,6 +213,23 @@ class CheckpointStore:
             going = self.root / f"{_PREFIX}{step}{_PRUNED}"
             os.replace(self._folder(step), going)
             shutil.rmtree(going)
+
+    def _copy(self, remote: RemoteFolder, final: Path) -> None:
+        remote.push(final, last=MANIFEST)
+        held = remote.complete(last=MANIFEST)
+        scores = {step: held[f"{_PREFIX}{step}"].get("score") for step in _numbers(held)}
+        foreign = {step for step in scores if step > self._begun_at and step not in self._own}
+        for step in sorted(foreign):
+            remote.set_aside(f"{_PREFIX}{step}", _REPLACED)
+            logger.warning("%s: step %d is of another run: moved aside", remote.url, step)
+        own = {step: score for step, score in scores.items() if step not in foreign}
+        for step in sorted(set(own) - self._retention.stay(own)):
+            remote.remove(f"{_PREFIX}{step}")
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    numbers = [name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)]
+    return [int(number) for number in numbers if number.isdigit()]
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

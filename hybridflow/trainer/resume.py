@@ -20,11 +20,14 @@ logger = logging.getLogger(__name__)
 
 Weight = Literal["changes the run", "other rounding only", "no effect on results"]
 
+_OF_TRAINER = (
+    *("project_name", "experiment_name", "default_local_dir", "logger", "total_epochs", "total_training_steps"),
+    *("save_freq", "test_freq", "val_*", "resume_*", "max_*", "keep_every", "best_metric", "checkpoint_copy"),
+    *("save_failure", "log_val_generations", "*_data_dir", "timeouts.*", "dry_run", "strict", "profile_steps"),
+    "threads_per_worker",
+)
 NO_EFFECT = (
-    *(f"trainer.{name}" for name in ("project_name", "experiment_name", "default_local_dir", "logger", "total_epochs")),
-    *(f"trainer.{name}" for name in ("total_training_steps", "save_freq", "test_freq", "val_*", "resume_*", "max_*")),
-    *(f"trainer.{name}" for name in ("keep_every", "best_metric", "save_failure", "log_val_generations", "*_data_dir")),
-    *(f"trainer.{name}" for name in ("timeouts.*", "dry_run", "strict", "profile_steps", "threads_per_worker")),
+    *(f"trainer.{name}" for name in _OF_TRAINER),
     "ray_kwargs.*",
     "*.checkpoint.*",
     "*.nccl_timeout",

@@ -20,6 +20,7 @@ from hybridflow.config.root import PPOConfig
 from hybridflow.roles.protocols import Roles
 from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore, Retention
 from hybridflow.trainer.metrics import batch_metrics
+from hybridflow.trainer.remote import RemoteFolder
 from hybridflow.trainer.resume import about_run, plain_config, tell_changes, tell_versions
 from hybridflow.trainer.saving import Saver
 from hybridflow.trainer.tracking import Tracker, clean_name
@@ -114,6 +115,7 @@ class Run:
                 best=settings.best_metric is not None,
             ),
             about_run(config),
+            None if settings.checkpoint_copy is None else RemoteFolder(settings.checkpoint_copy),
         )
         self._saver = Saver(
             self._store,

@@ -13,10 +13,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from hybridflow.batch.futures import gather
-from hybridflow.engines.train.random_state import random_state, set_random_state
+from hybridflow.engines.train.random_state import random_state, read_random_state, set_random_state, write_random_state
 from hybridflow.roles.protocols import Checkpointed
 from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.utils.errors import DeadlineError, MachineError, WorkerError
@@ -62,7 +60,7 @@ class Saver:
         self._open = _Open(step, state, score)
         try:
             folder = self._store.begin(step)
-            torch.save(random_state(), folder / DRIVER_RANDOM)
+            write_random_state(random_state(), folder / DRIVER_RANDOM)
             for name, role in self._roles.items():
                 (folder / name).mkdir()
                 gather(role.save_checkpoint(str(folder / name)))
@@ -75,7 +73,7 @@ class Saver:
         """Restores the driver's random streams and every role."""
         self.saved_at = found.step
         if (found.folder / DRIVER_RANDOM).exists():
-            set_random_state(torch.load(found.folder / DRIVER_RANDOM, weights_only=True))
+            set_random_state(read_random_state(found.folder / DRIVER_RANDOM))
         for name, role in self._roles.items():
             gather(role.load_checkpoint(str(found.folder / name)))
 
@@ -104,7 +102,7 @@ class Saver:
         completing, self._completing = self._completing, None
         try:
             done = completing.result()
-        except OSError as error:
+        except (OSError, MachineError) as error:
             self._refused(error)
         else:
             self._open = None
@@ -130,7 +128,7 @@ class Saver:
             return
         self._completing = self._thread.submit(self._store.complete, opened.step, opened.state, score=opened.score)
 
-    def _refused(self, error: OSError | WorkerError) -> None:
+    def _refused(self, error: OSError | MachineError | WorkerError) -> None:
         """Counts or raises what the disk refused; any other failure of a worker is raised as it is."""
         if isinstance(error, WorkerError) and not isinstance(error.__cause__, (OSError, MachineError)):
             raise error
@@ -163,6 +161,6 @@ class _Open:
         self.score = score
 
 
-def _reason(error: OSError | WorkerError) -> str:
+def _reason(error: OSError | MachineError | WorkerError) -> str:
     cause = error.__cause__ if isinstance(error, WorkerError) else error
     return f"{type(cause).__name__}: {cause}"

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hybridflow.engines.train.random_state import random_state, set_random_state
+from hybridflow.engines.train.random_state import random_state, read_random_state, set_random_state, write_random_state
 from hybridflow.engines.train.shards import ShardWriter, agree, attempt, read, read_index
 from hybridflow.utils.errors import MachineError
 
@@ -107,7 +107,7 @@ class StateSave:
     def _write_beside(self) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         if self._random is not None:
-            torch.save(self._random, self._folder / f"rng_{rank}.pt")
+            write_random_state(self._random, self._folder / f"rng_{rank}.pt")
         if rank == 0:
             (self._folder / ABOUT).write_text(json.dumps(self._about))
 
@@ -162,7 +162,7 @@ def load_state(
 def _restore_random(folder: Path) -> None:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if len(list(folder.glob("rng_*.pt"))) == world:
-        set_random_state(torch.load(folder / f"rng_{rank}.pt", weights_only=True))
+        set_random_state(read_random_state(folder / f"rng_{rank}.pt"))
     else:
         logger.warning("%s was saved by another number of ranks: random streams start anew", folder)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,3 +32,15 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
+
+
+def write_random_state(state: Mapping[str, Any], path: Path) -> None:
+    """Writes a ``random_state``; a disk that refuses is an OSError (torch's own writer makes it a RuntimeError)."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    path.write_bytes(buffer.getvalue())
+
+
+def read_random_state(path: Path) -> dict[str, Any]:
+    """What was written; nothing in it can run code."""
+    return torch.load(path, weights_only=True)

@@ -75,3 +75,80 @@ def test_a_named_folder_that_is_not_complete_is_refused_with_the_reason(tmp_path
     (tmp_path / "global_step_2" / STATE).unlink()
     with pytest.raises(StateError, match=f"{STATE} is missing"):
         store.at(tmp_path / "global_step_2")
+
+
+def _steps(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("global_step_")) for path in root.glob("global_step_*"))
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(), {2, 4, 6, 8}),
+        (Retention(newest=1), {8}),
+        (Retention(newest=1, every=4), {4, 8}),
+        (Retention(newest=1, best=True), {6, 8}),
+        (Retention(newest=2, every=2, best=True), {2, 4, 6, 8}),
+    ],
+)
+def test_the_newest_every_mth_and_the_best_stay(retention, kept):
+    scores = {2: 0.5, 4: 0.9, 6: 0.9, 8: 0.1}  # of the two best the newer
+    assert retention.stay(scores) == kept
+
+
+def test_steps_without_a_score_are_never_the_best():
+    assert Retention(newest=1, best=True).stay({1: None, 2: 0.0, 3: float("nan"), 4: None}) == {2, 4}
+
+
+def test_the_best_is_remembered_by_the_folders_themselves(tmp_path):
+    for step, score in ((1, 0.2), (2, 0.7), (3, 0.1)):
+        # A new store each time, as a run that was started again has.
+        store = CheckpointStore(tmp_path, Retention(newest=1, best=True))
+        store.go_on_from(step - 1)
+        _write(store.begin(step))
+        store.complete(step, {}, score=score)
+    assert _steps(tmp_path) == [2, 3]
+
+
+def test_nothing_is_removed_before_the_newer_one_is_complete(tmp_path):
+    store = CheckpointStore(tmp_path, Retention(newest=1))
+    store.save(1, _write, {})
+    _write(store.begin(2))
+    assert store.newest().step == 1
+    store.complete(2, {})
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_2"]
+
+
+def test_checkpoints_beyond_the_start_of_a_run_are_moved_aside_by_its_first_save(tmp_path, caplog):
+    """Or a later resume would take step 10 of a run that was given up for the newest of this one."""
+    _store(tmp_path)
+    fresh = CheckpointStore(tmp_path, Retention(newest=2))
+    fresh.go_on_from(2)
+    assert _steps(tmp_path) == [2, 4, 10], "nothing happens before this run has a checkpoint of its own"
+    fresh.save(3, _write, {"step": 3})
+    assert fresh.newest().step == 3
+    assert damage_of(tmp_path / "global_step_10.replaced-1") is None
+    assert "global_step_10.replaced-1" in caplog.text
+    assert (tmp_path / "global_step_2").exists(), "what was moved aside does not count among the kept"
+
+
+def test_what_interrupted_saves_left_behind_is_removed_by_the_next(tmp_path):
+    store = _store(tmp_path, steps=(2,))
+    _write(store.begin(4))
+    (tmp_path / "global_step_1.pruned").mkdir()
+    store.save(6, _write, {})
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_2", "global_step_6"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"files": 3}', '{"files": {}}', "nul"])
+def test_a_manifest_of_any_other_form_is_damage_not_a_crash(tmp_path, text):
+    store = _store(tmp_path, steps=(2,))
+    (tmp_path / "global_step_2" / MANIFEST).write_text(text)
+    assert MANIFEST in str(damage_of(tmp_path / "global_step_2"))
+    assert store.newest() is None
+
+
+def test_a_checkpoint_may_be_loaded_from_a_folder_of_any_name(tmp_path):
+    store = _store(tmp_path, steps=(2,))
+    (tmp_path / "global_step_2").rename(tmp_path / "the good one")
+    assert store.at(tmp_path / "the good one").step == 2

@@ -1,0 +1,108 @@
+"""A second home of checkpoints: any file system that fsspec knows (s3://, gs://, hdfs://, memory://, file://).
+
+A complete checkpoint is copied file by file, its manifest last: a remote folder with a manifest is complete. A run
+whose own folder lacks the newest one (another machine, an emptied disk) fetches it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+
+from hybridflow.utils.errors import ConfigError, MachineError
+
+T = TypeVar("T")
+
+
+class RemoteFolder:
+    """``trainer.checkpoint_copy``.
+
+    Args:
+        url: as fsspec takes it; created at the first copy.
+
+    Raises:
+        ConfigError: no such protocol, or its package is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"trainer.checkpoint_copy={url}: {error}") from error
+
+    def push(self, folder: Path, *, last: str) -> None:
+        """Copies the files of a complete checkpoint, ``last`` behind all others.
+
+        Raises:
+            MachineError: the file system refuses.
+        """
+        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        target = f"{self._root}/{folder.name}"
+
+        def copy() -> None:
+            if self._files.exists(target):  # of a run that was given up, or cut short
+                self._files.rm(target, recursive=True)
+            for name in [*(name for name in names if name != last), last]:
+                self._files.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
+                self._files.put_file(str(folder / name), f"{target}/{name}")
+
+        self._reach(copy)
+
+    def pull(self, name: str, into: Path) -> None:
+        """Fetches the checkpoint ``name`` into the folder ``into``, which appears complete or not at all."""
+        partial = into.with_name(into.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        source = f"{self._root}/{name}"
+
+        def fetch() -> None:
+            for path in self._files.find(source):
+                target = partial / os.path.relpath(path, source)
+                if not target.resolve().is_relative_to(partial.resolve()):
+                    raise OSError(f"{path} would be written outside {partial}")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(path, str(target))
+
+        self._reach(fetch)
+        os.replace(partial, into)
+
+    def complete(self, *, last: str) -> dict[str, dict[str, Any]]:
+        """Manifest by name of every complete checkpoint there."""
+
+        def look() -> dict[str, dict[str, Any]]:
+            if not self._files.exists(self._root):
+                return {}
+            names = [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
+            held = [name for name in names if self._files.exists(f"{self._root}/{name}/{last}")]
+            return {name: json.loads(self._files.cat_file(f"{self._root}/{name}/{last}")) for name in held}
+
+        return self._reach(look)
+
+    def set_aside(self, name: str, marked: str) -> None:
+        """Renames a checkpoint there to ``name`` + ``marked`` + the first free number."""
+
+        def rename() -> None:
+            number = 1
+            while self._files.exists(aside := f"{self._root}/{name}{marked}{number}"):
+                number += 1
+            self._files.mv(f"{self._root}/{name}", aside, recursive=True)
+
+        self._reach(rename)
+
+    def remove(self, name: str) -> None:
+        """Removes a checkpoint there."""
+        self._reach(lambda: self._files.rm(f"{self._root}/{name}", recursive=True))
+
+    def _reach(self, action: Callable[[], T]) -> T:
+        try:
+            self._files.invalidate_cache()
+            return action()
+        except Exception as error:  # every backend has errors of its own
+            raise MachineError(f"{self.url} cannot be used: {type(error).__name__}: {error}") from error
