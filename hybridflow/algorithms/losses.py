@@ -39,8 +39,11 @@ class ActorLoss:
         *,
         max_response_length: int,
         correction: RolloutCorrectionConfig | None = None,
+        measure_entropy: bool = False,
     ) -> None:
         """``max_response_length``: divisor of seq-mean-token-sum-norm where ``loss_scale_factor`` is not given.
+
+        ``measure_entropy`` makes entropy a metric even where its coefficient is 0.
 
         ``correction`` matters in bypass mode alone, where old_log_probs are the sampler's: tokens that its bounds
         reject then count 0 in the policy term (the counts, which must be known before the update, still hold them),
@@ -69,7 +72,8 @@ class ActorLoss:
         if config.loss_agg_mode not in AGGREGATIONS:
             allowed = ", ".join(AGGREGATIONS)
             raise ConfigError(f"loss_agg_mode {config.loss_agg_mode!r} is unknown: use one of {allowed}")
-        needs = {"log_probs"} | ({"entropy"} if config.entropy_coeff else set())
+        self._measure_entropy = measure_entropy or config.entropy_coeff != 0
+        needs = {"log_probs"} | ({"entropy"} if self._measure_entropy else set())
         if config.use_kl_loss and base_kind(config.kl_loss_type) == "full":
             needs.add("full_kl")
         self._config = config
@@ -97,9 +101,14 @@ class ActorLoss:
         metrics["actor/pg_loss"] = Metric(loss.detach(), how="sum")
         metrics |= {name: Metric(_sum(value, mask), tokens) for name, value in measures.items()}
         metrics["actor/ppo_kl"] = Metric(_sum(-difference, mask), tokens)
-        if config.entropy_coeff:
+        if "old_log_probs" not in rows and "rollout_log_probs" in rows:
+            mismatch = log_ratio(log_probs.detach(), rows["rollout_log_probs"], mask).abs()
+            metrics["training/rollout_log_prob_diff/mean"] = Metric(_sum(mismatch, mask), tokens)
+            metrics["training/rollout_log_prob_diff/max"] = Metric(mismatch.max(), how="max")
+        if self._measure_entropy:
             entropy = self._share(_given(outputs.entropy, "entropy"), mask, counts, config.loss_agg_mode)
-            loss = loss - config.entropy_coeff * entropy
+            if config.entropy_coeff:
+                loss = loss - config.entropy_coeff * entropy
             metrics["actor/entropy"] = Metric(entropy.detach(), how="sum")
         if config.use_kl_loss:
             kl = self._share(self._kl(outputs, rows, difference), mask, counts, config.loss_agg_mode)

@@ -7,11 +7,17 @@ from dataclasses import dataclass, field
 from hybridflow.config.actor import ActorRolloutRefConfig
 from hybridflow.config.algorithm import AlgorithmConfig
 from hybridflow.config.checks import VALUE_ESTIMATORS, across
+from hybridflow.config.choices import ADV_ESTIMATORS, POLICY_LOSSES
 from hybridflow.config.constraints import Section, check_fields
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.config.reward import RewardConfig
 from hybridflow.config.trainer import RayConfig, TrainerConfig
+
+OUTCOME_ESTIMATORS = frozenset(ADV_ESTIMATORS) - {"optimal_token_baseline", "tir_optimal_token_baseline"}
+"""Estimators that read no log-probs."""
+SINGLE_PASS_LOSSES = frozenset(POLICY_LOSSES) - {"clip_cov", "kl_cov"}
+"""Policy losses for which the current log-probs serve as old ones in the first update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +68,33 @@ class PPOConfig(Section):
     def response_length(self) -> int:
         """Tokens of a response at most."""
         return self.actor_rollout_ref.rollout.response_length or self.data.max_response_length
+
+    @property
+    def recomputes_old_log_probs(self) -> bool:
+        """Whether the trainer's log-probs of the sampled tokens are computed before the update.
+
+        Not where the sampler's stand in for them (bypass mode), and not where every token is trained once by the very
+        policy that sampled it: the update's own forward then gives the same numbers. Credit assignment that reads them
+        (KL in the reward, mismatch correction, covariance losses, token baselines, a user's own functions) asks too.
+        """
+        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        correction = algorithm.rollout_correction
+        if correction.bypass_mode:
+            return False
+        once = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
+        corrects = (
+            correction.rollout_is,
+            correction.rollout_rs,
+            correction.rollout_token_veto_threshold,
+            correction.guard_max_log_ratio,
+        )
+        reads = (
+            algorithm.use_kl_in_reward
+            or any(choice is not None for choice in corrects)
+            or algorithm.adv_estimator not in OUTCOME_ESTIMATORS
+            or actor.policy_loss.loss_mode not in SINGLE_PASS_LOSSES
+        )
+        return reads or not once
 
     @property
     def model_length(self) -> int:

@@ -21,7 +21,6 @@ SCORED = ("response_ids", "response_length", "valid", "data_source", "ground_tru
 
 def dataflow(config: PPOConfig) -> tuple[Stage, ...]:
     """The calls of one step in order; calls of one stage have no edge between them."""
-    bypass = config.algorithm.rollout_correction.bypass_mode
     stages = [
         Stage(stage="generate", role="rollout", method="generate_sequences", reads=PROMPT, writes=ROLLOUT_WRITES),
         Stage(
@@ -32,7 +31,7 @@ def dataflow(config: PPOConfig) -> tuple[Stage, ...]:
             writes=("score", "reward_info", "valid"),
         ),
     ]
-    if not bypass:
+    if config.recomputes_old_log_probs:
         writes = ("old_log_probs", "old_entropy")
         stages.append(Stage(stage="score", role="actor", method="compute_log_prob", reads=SEQUENCE, writes=writes))
     if config.needs_reference:
@@ -76,7 +75,8 @@ def _credit(config: PPOConfig) -> tuple[Stage, ...]:
 
 def _learn(config: PPOConfig) -> tuple[Stage, ...]:
     correction = config.algorithm.rollout_correction
-    reads = [*SEQUENCE, "rollout_log_probs" if correction.bypass_mode else "old_log_probs", "advantages", "loss_mask"]
+    old = "old_log_probs" if config.recomputes_old_log_probs else "rollout_log_probs"
+    reads = [*SEQUENCE, old, "advantages", "loss_mask"]
     reads += ["ref_log_probs"] if config.actor_rollout_ref.actor.use_kl_loss else []
     reads += ["correction_weights"] if correction.rollout_is else []
     stages = []

@@ -53,7 +53,6 @@ def _micro_plans(config: PPOConfig, layouts: Mapping[str, ParallelDims]) -> tupl
     actor, rollout, ref = policy.actor, policy.rollout, policy.ref
     samples = rollout.n
     batch = config.data.train_batch_size * samples
-    bypass = config.algorithm.rollout_correction.bypass_mode
     mini, critic_mini = actor.ppo_mini_batch_size * samples, config.critic_mini_batch_size * samples
     old = rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
     update = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
@@ -65,7 +64,7 @@ def _micro_plans(config: PPOConfig, layouts: Mapping[str, ParallelDims]) -> tupl
     prior = ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
     score = model.max_token_len_per_gpu, model.micro_batch_size_per_gpu
     calls = [
-        ("actor", "compute_log_prob", rollout.log_prob_use_dynamic_bsz, old, batch, not bypass),
+        ("actor", "compute_log_prob", rollout.log_prob_use_dynamic_bsz, old, batch, config.recomputes_old_log_probs),
         ("actor", "update_actor", actor.use_dynamic_bsz, update, mini, True),
         ("reference", "compute_ref_log_prob", ref.log_prob_use_dynamic_bsz, prior, batch, config.needs_reference),
         ("critic", "compute_values", critic.use_dynamic_bsz, value, batch, config.needs_critic),

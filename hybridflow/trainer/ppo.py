@@ -74,7 +74,7 @@ class PPOTrainer:
         calls: dict[str, Pending[Batch]] = {}
         if "score" not in batch:
             calls["reward"] = self.roles.reward.compute_reward(batch)
-        if not self.config.algorithm.rollout_correction.bypass_mode:  # there the sampler's log-probs stand in
+        if self.config.recomputes_old_log_probs:
             calls["old_log_prob"] = self.roles.actor.compute_log_prob(batch)
         if self.roles.reference is not None:
             calls["ref"] = self.roles.reference.compute_ref_log_prob(batch)

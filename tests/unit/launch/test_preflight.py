@@ -72,7 +72,8 @@ def test_micro_batches_are_cut_by_tokens_or_by_rows_never_both():
 
 
 def test_a_forward_micro_batch_larger_than_the_rank_is_the_rank():
-    found = plan(f"{POLICY}.rollout.log_prob_micro_batch_size_per_gpu=100000").batch
+    two_updates = f"{POLICY}.actor.ppo_mini_batch_size=32"  # one update alone needs no old log-probs
+    found = plan(f"{POLICY}.rollout.log_prob_micro_batch_size_per_gpu=100000", two_updates).batch
     assert found.micro_batches("actor", "compute_log_prob").max_rows == 512
 
 
