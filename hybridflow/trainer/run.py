@@ -169,9 +169,11 @@ class Run:
 
     def before(self, done: int) -> None:
         """Validates before the first step, unless the run goes on from a checkpoint."""
+        self._watch.take()  # what the start took belongs to no step
         if done == 0 and self.config.trainer.val_before_train:
             self._metrics = {}
             self._validate(done)
+            self.record(self._watch.take())
             self._tracker.log(done, self._metrics)
 
     def steps(self, done: int) -> Iterator[int]:

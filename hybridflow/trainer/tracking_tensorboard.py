@@ -12,24 +12,38 @@ from hybridflow.trainer.tracking import RunInfo, scalars
 
 
 class TensorBoardTracker:
-    """Scalars and sample texts; a resumed run adds files to the same folder and its steps go on."""
+    """Scalars and sample texts; a resumed run adds files to the same folder.
+
+    The first logged step says where it goes on: readers drop what the files before hold from there on.
+    """
 
     def __init__(self, info: RunInfo) -> None:
-        self._writer = SummaryWriter(log_dir=str(info.folder / "tensorboard"))
-        self._writer.add_text("config", f"```\n{json.dumps(info.config, indent=1, default=str)}\n```", 0)
+        self._info = info
+        self._folder = info.folder / "tensorboard"
+        self._folder.mkdir(exist_ok=True)
+        self._opened: SummaryWriter | None = None
+
+    def _writer(self, step: int) -> SummaryWriter:
+        if self._opened is None:
+            self._opened = SummaryWriter(log_dir=str(self._folder), purge_step=step)
+            text = json.dumps(self._info.config, indent=1, default=str)
+            self._opened.add_text("config", f"```\n{text}\n```", step)
+        return self._opened
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Adds the numbers; flushed, so that a crash loses nothing."""
+        writer = self._writer(step)
         for name, value in scalars(metrics).items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Adds one text a sample."""
         for number, sample in enumerate(samples):
             text = "\n\n".join(f"**{key}**: {value}" for key, value in sample.items())
-            self._writer.add_text(f"val_samples/{number}", text, step)
+            self._writer(step).add_text(f"val_samples/{number}", text, step)
 
     def finish(self) -> None:
         """Closes the event file."""
-        self._writer.close()
+        if self._opened is not None:
+            self._opened.close()

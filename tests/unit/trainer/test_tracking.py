@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 
 import numpy as np
 import pytest
@@ -209,6 +210,22 @@ def test_tensorboard_files_hold_the_logged_numbers(tmp_path):
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward_at_1")] == [(1, 0.25), (2, 0.5)]
     assert "note" not in events.Tags()["scalars"]
+
+
+def test_tensorboard_shows_a_step_that_was_done_twice_once(tmp_path):
+    for steps, value in (((1, 2, 3), 0.0), ((2, 3), 1.0)):
+        trackers = build_trackers(
+            ["tensorboard"], project="p", experiment="e", folder=tmp_path, config={}, total_steps=3
+        )
+        for step in steps:
+            trackers.log(step, {"reward": value})
+        trackers.finish()
+        time.sleep(1.1)  # event files are ordered by the second in their name
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.0), (2, 1.0), (3, 1.0)]
 
 
 def test_wandb_offline_writes_a_run_and_a_resumed_training_goes_on_in_it(tmp_path, monkeypatch):

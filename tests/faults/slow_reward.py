@@ -1,0 +1,13 @@
+"""A reward that takes longer than a test waits."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+SECONDS = 120.0
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    time.sleep(SECONDS)
+    return 0.0

@@ -1,0 +1,99 @@
+"""A disk that refuses a checkpoint: the one before stays loadable, and the run stops with the reason or goes on loudly.
+
+The limit on file sizes (RLIMIT_FSIZE) stands for a full disk: the kernel refuses the write in the middle of a file.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.trainer.checkpoint import CheckpointStore, damage_of
+from hybridflow.utils.errors import MachineError
+from tests.invariants.test_resume import dying_after, lines
+from tests.jobs import read_metrics, run_job
+
+RUN: dict[str, Any] = {
+    "trainer.total_training_steps": 4,
+    "trainer.save_freq": 1,
+    "actor_rollout_ref.actor.optim.lr": 1e-4,
+}
+ASYNC: dict[str, Any] = {"actor_rollout_ref.actor.checkpoint.async_save": True}
+WARN: dict[str, Any] = {"trainer.save_failure": "warn"}
+HF: dict[str, Any] = {"actor_rollout_ref.actor.checkpoint.save_contents": ["hf_model", "model", "optimizer", "extra"]}
+FILE_BYTES = 1 << 20
+"""More than the metrics of a run, less than a checkpoint."""
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def assert_last_one_stands(folder: Path, step: int) -> None:
+    newest = CheckpointStore(folder).newest()
+    assert newest is not None and newest.step == step
+    assert damage_of(newest.folder) is None
+    assert list(folder.glob("*.partial")) == [], "the space of the failed save is given back"
+
+
+@pytest.mark.parametrize("options", [{}, ASYNC, HF], ids=["sync", "async", "export"])
+def test_a_full_disk_stops_the_run_and_nothing_is_lost(tmp_path, options):
+    options = RUN | options
+    with dying_after(2):
+        run_job(tmp_path / "again", **options)
+    with (
+        full_disk(),
+        pytest.raises(MachineError, match=r"checkpoint of step 3 could not be written .*(\n|.)*stops here"),
+    ):
+        run_job(tmp_path / "again", **options)
+    assert_last_one_stands(tmp_path / "again", 2)
+    run_job(tmp_path / "again", **options)
+    run_job(tmp_path / "whole", **options)
+    assert lines(tmp_path / "again") == lines(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("options", [{}, ASYNC], ids=["sync", "async"])
+def test_by_option_the_run_goes_on_and_counts_what_it_could_not_save(tmp_path, options, caplog):
+    options = RUN | options | WARN
+    with dying_after(2):
+        run_job(tmp_path, **options)
+    with full_disk():
+        run_job(tmp_path, **options)
+    assert_last_one_stands(tmp_path, 2)
+    steps = read_metrics(tmp_path)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert [step.get("checkpoint/failed_saves") for step in steps] == [None, None, None, 1]
+
+
+def test_a_folder_that_takes_no_checkpoint_is_named(tmp_path):
+    """Whoever is root may write anywhere: a file where the folder should be is refused to everyone."""
+    with dying_after(1):
+        run_job(tmp_path, **RUN)
+    (tmp_path / "global_step_2.partial").write_text("in the way")
+    with pytest.raises(MachineError, match=r"step 2 could not be written below .*NotADirectoryError"):
+        run_job(tmp_path, **RUN)
+    newest = CheckpointStore(tmp_path).newest()
+    assert newest is not None and newest.step == 1
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_checkpoint_cut_short_is_skipped_and_the_run_ends_the_same(tmp_path, name, caplog):
+    with dying_after(3):
+        run_job(tmp_path / "again", **RUN)
+    victim = tmp_path / "again" / "global_step_3" / "actor" / name
+    victim.write_bytes(victim.read_bytes()[:-10])
+    run_job(tmp_path / "again", **RUN)
+    run_job(tmp_path / "whole", **RUN)
+    assert lines(tmp_path / "again") == lines(tmp_path / "whole")
+    assert (tmp_path / "again" / "global_step_3.replaced-1").exists()

@@ -1,0 +1,109 @@
+"""SIGTERM and SIGINT on a real process: the step is finished and saved, the exit code says so, nothing lives on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridflow.single_controller import health
+from hybridflow.trainer.checkpoint import CheckpointStore
+from tests.faults.job import start_job
+from tests.invariants.test_resume import lines
+from tests.jobs import read_metrics, run_job
+
+LONG: dict[str, Any] = {
+    "trainer.total_training_steps": 40,
+    "trainer.save_freq": 1000,
+    "actor_rollout_ref.actor.optim.lr": 1e-4,
+}
+SLOW: dict[str, Any] = LONG | {
+    "reward.custom_reward_function.path": str(Path(__file__).with_name("slow_reward.py")),
+    "trainer.n_gpus_per_node": 2,
+}
+
+
+def wait_until(claim: Any, job: subprocess.Popen[str], seconds: float = 120.0) -> None:
+    until = time.monotonic() + seconds
+    while not claim():
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < until, "the job does not get there"
+        time.sleep(0.02)
+
+
+def lines_written(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGTERM, {}),
+        (signal.SIGINT, {"trainer.n_gpus_per_node": 2}),
+        pytest.param(signal.SIGTERM, {"trainer.controller": "ray"}, marks=pytest.mark.ray),
+    ],
+    ids=["SIGTERM", "SIGINT to two ranks", "SIGTERM with Ray"],
+)
+def test_a_signal_saves_after_the_step_and_the_run_goes_on_later(tmp_path, number, options):
+    """SIGINT goes to the whole process group, as Ctrl-C does: two ranks must not die of it."""
+    job = start_job(tmp_path / "again", LONG | options)
+    try:
+        wait_until(lambda: lines_written(tmp_path / "again") >= 3, job)
+        started = health.descendants([job.pid])
+        (os.killpg if number == signal.SIGINT else os.kill)(job.pid, number)
+        output = job.communicate(timeout=60)[0]
+        assert job.returncode == 128 + number, output
+        assert "a second signal ends it at once" in output
+        assert health.wait_gone(started, timeout_s=5.0) == []
+    finally:
+        health.kill([job.pid, *health.descendants([job.pid])])
+    done = len(read_metrics(tmp_path / "again"))
+    newest = CheckpointStore(tmp_path / "again").newest()
+    assert newest is not None and newest.step == done < LONG["trainer.total_training_steps"]
+    short = LONG | options | {"trainer.controller": "local", "trainer.total_training_steps": done + 2}
+    run_job(tmp_path / "again", **short)
+    run_job(tmp_path / "whole", **short)
+    assert lines(tmp_path / "again") == lines(tmp_path / "whole")
+
+
+def test_a_second_signal_leaves_at_once_and_ends_every_process(tmp_path):
+    job = start_job(tmp_path, SLOW)
+    try:
+        wait_until(lambda: len(_ranks(job.pid)) >= 2 and (tmp_path / "resolved_config.yaml").exists(), job)
+        time.sleep(10.0)  # the ranks stand and score their first batch, which takes for ever
+        started = health.descendants([job.pid])
+        job.send_signal(signal.SIGTERM)
+        time.sleep(1.0)
+        assert job.poll() is None, "the first signal waits for the step"
+        begun = time.monotonic()
+        job.send_signal(signal.SIGTERM)
+        job.communicate(timeout=20)
+        assert time.monotonic() - begun < 5.0
+        assert job.returncode == 128 + signal.SIGTERM
+        assert health.wait_gone(started, timeout_s=5.0) == []
+    finally:
+        health.kill([job.pid, *health.descendants([job.pid])])
+
+
+def test_a_signal_during_the_start_ends_what_has_started(tmp_path):
+    job = start_job(tmp_path, SLOW)
+    try:
+        wait_until(lambda: (tmp_path / "resolved_config.yaml").exists(), job)
+        time.sleep(0.3)
+        started = health.descendants([job.pid])
+        job.send_signal(signal.SIGTERM)
+        job.communicate(timeout=60)
+        assert job.returncode in (128 + signal.SIGTERM, -signal.SIGTERM)
+        assert health.wait_gone(started, timeout_s=5.0) == []
+    finally:
+        health.kill([job.pid, *health.descendants([job.pid])])
+
+
+def _ranks(pid: int) -> list[int]:
+    return health.descendants([pid])
