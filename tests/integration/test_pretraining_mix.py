@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybridflow.config.problems import InvalidConfigError
-from hybridflow.utils.errors import DataError
+from hybridflow.utils.errors import WorkerError
 from tests.jobs import run_job, small_config
 
 
@@ -67,5 +67,5 @@ def test_options_that_do_not_fit_are_refused(tmp_path, more, message):
 def test_files_without_text_are_an_error_that_names_the_place(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"txt": "1+1=2"}\n')
-    with pytest.raises(DataError, match=r"bad.jsonl row 0: a text in the key 'text'"):
+    with pytest.raises(WorkerError, match=r"bad.jsonl row 0: a text in the key 'text'"):
         run_job(tmp_path / "run", **options(tmp_path, **{"algorithm.ptx_files": [str(bad)]}))
