@@ -147,7 +147,7 @@ _ACTOR = (
         "algorithms/losses.py",
         ("actor/pg_loss", "-", "policy term of the loss, mean over the step's optimizer steps (as all of actor/*)"),
         ("actor/ppo_kl", "nats", "log-prob before the step minus log-prob now, per token"),
-        ("actor/entropy", "nats", "entropy during the update, in the loss's aggregation (entropy_coeff > 0, or one pass)"),
+        ("actor/entropy", "nats", "entropy in the update, in the loss's aggregation (entropy_coeff > 0, or one pass)"),
         ("actor/kl_loss", "nats", "KL to the reference in the loss, in the loss's aggregation"),
     ),
     *_section(
