@@ -71,7 +71,7 @@ class Batch:
     @property
     def names(self) -> tuple[str, ...]:
         """All column names, tensors first."""
-        return (*self._tensors.keys(), *self._remote, *self._objects)
+        return (*map(str, self._tensors.keys()), *self._remote, *self._objects)
 
     def objects(self, name: str) -> tuple[Any, ...]:
         """The object column ``name``."""
@@ -177,7 +177,7 @@ class Batch:
             yield {**row, **{n: v[i] for n, v in self._objects.items()}}
 
     def _local(self) -> dict[str, Tensor]:
-        return {name: self._tensors[name] for name in self._tensors.keys()}
+        return {str(name): self._tensors[name] for name in self._tensors.keys()}
 
     def _like(self, columns: Mapping[str, Values]) -> Batch:
         return Batch(columns) if columns else empty(self._rows)

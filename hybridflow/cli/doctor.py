@@ -279,7 +279,7 @@ DEEP_CHECKS: tuple[Callable[[], Finding], ...] = (check_vllm_import,)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the findings; 1 when one of them keeps the main job from running, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m hybridflow.doctor", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m hybridflow.doctor", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--deep", action="store_true", help="also import vLLM (some seconds)")
     chosen = parser.parse_args(arguments)
     return examine((*CHECKS, *DEEP_CHECKS) if chosen.deep else CHECKS)

@@ -8,6 +8,7 @@ writes it, or from one that does not.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class Tokenizer:
         self.source = source
         self.hf = hf
         self.eos_ids = tuple(eos_ids)
-        self.pad_id: int = hf.pad_token_id if hf.pad_token_id is not None else eos_ids[0]
+        pad_id = _special_id(hf.pad_token_id)
+        self.pad_id: int = eos_ids[0] if pad_id is None else pad_id
         self.bos_id: int | None = _begin_id(hf)
         self.vocabulary_size = len(hf)
 
@@ -61,7 +63,9 @@ class Tokenizer:
                 "use a prompt column of plain text, or a model with a template"
             )
         messages = [dict(message) for message in prompt]
-        return self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
+        text = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
+        assert isinstance(text, str)
+        return text
 
     def encode_prompt(self, prompt: Prompt, **template_kwargs: Any) -> list[int]:
         """Ids of one prompt (text or chat)."""
@@ -70,7 +74,8 @@ class Tokenizer:
     def decode_responses(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Texts of sampled ids without special tokens; ids beyond the vocabulary stand for nothing and are dropped."""
         known = [[i for i in ids if 0 <= i < self.vocabulary_size] for ids in responses]
-        return [self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in known]
+        decode = partial(self.hf.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return [str(decode(ids)) for ids in known]
 
     def _with_one_begin(self, ids: list[int]) -> list[int]:
         if self.bos_id is None:
@@ -126,17 +131,22 @@ def truncate(ids: list[int], limit: int, mode: str, *, keep_first: bool, where: 
 
 def _begin_id(hf: PreTrainedTokenizerBase) -> int | None:
     """The begin token, if the tokenizer by itself puts it in front of plain text."""
-    if hf.bos_token_id is None:
-        return None
-    first = hf("0")["input_ids"][:1]
-    return hf.bos_token_id if first == [hf.bos_token_id] else None
+    bos_id = _special_id(hf.bos_token_id)
+    first = [] if bos_id is None else hf("0")["input_ids"][:1]
+    return bos_id if first == [bos_id] else None
 
 
 def _end_ids(hf: PreTrainedTokenizerBase, folder: str) -> tuple[int, ...]:
-    found = [] if hf.eos_token_id is None else [hf.eos_token_id]
-    configured = _generation_config(folder).eos_token_id
+    own, configured = _special_id(hf.eos_token_id), _generation_config(folder).eos_token_id
+    found: list[int] = [] if own is None else [own]
     found += configured if isinstance(configured, list) else [] if configured is None else [configured]
     return tuple(dict.fromkeys(found))
+
+
+def _special_id(given: object) -> int | None:
+    """The id of a special token; transformers types it as anything that a tokenizer may return."""
+    assert given is None or isinstance(given, int)
+    return given
 
 
 def _generation_config(folder: str) -> GenerationConfig:

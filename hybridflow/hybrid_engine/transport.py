@@ -178,7 +178,12 @@ class Transport:
             group=self._group,
             async_op=True,
         )
-        return work.wait
+        assert work is not None, "every rank of the transfer belongs to the group"
+
+        def wait() -> None:
+            work.wait()
+
+        return wait
 
     def _empty(self, part: Round, bucket: Tensor, targets: Sequence[Tensor | None]) -> None:
         """Writes what arrived."""

@@ -80,6 +80,7 @@ class PackedModel(nn.Module):
         self.renamed: Mapping[str, str] = {}
         """Parameters whose tied twin lives on another pipeline stage: own name to Hugging Face name."""
         if head == "lm":
+            assert isinstance(net, PreTrainedModel)
             _check_head(net)
 
     def forward(
@@ -132,6 +133,7 @@ class PackedModel(nn.Module):
         if self.head == "value":
             if needs != {"values"}:
                 raise EngineError(f"a value head gives values, not {', '.join(sorted(needs - {'values'}))}")
+            assert isinstance(self.net, ValueModel)
             # A copy: FSDP hooks the outputs, and a hook on a view can be lost.
             return {"values": self.net.score(hidden)[:, 0].to(torch.float32, copy=True)}
         if not needs <= {"log_probs", "entropy"}:
@@ -205,7 +207,7 @@ def _classifier_config(model: PreTrainedModel) -> PretrainedConfig:
     return config
 
 
-def _check_head(net: PreTrainedModel | ValueModel) -> None:
+def _check_head(net: PreTrainedModel) -> None:
     config = net.config
     if config.model_type in PLAIN_HEAD_FAMILIES:
         return

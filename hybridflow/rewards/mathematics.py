@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import math_verify
 
@@ -37,4 +37,5 @@ def symbolic_match(solution_str: str, ground_truth: Any, extra_info: Mapping[str
 def _read(text: str) -> list[Any]:
     # math-verify reads neighbouring boxes as one tuple; the last one is the answer here.
     last = max(text.rfind("\\boxed"), 0)
-    return math_verify.parse(text[last:], parsing_timeout=None)
+    # None switches its timer off, which needs the main thread; its annotation knows only numbers.
+    return math_verify.parse(text[last:], parsing_timeout=cast("int", None))

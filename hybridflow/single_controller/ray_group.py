@@ -107,9 +107,9 @@ class RayGroup(LaneGroup):
 
 def _actor(slot: Slot, *, name: str, environment: Mapping[str, str], unset: Sequence[str]) -> ActorHandle[RankActor]:
     variables = {"OMP_NUM_THREADS": str(slot.threads), "PYTHONPATH": os.pathsep.join(import_path()), **environment}
-    remote = ray.remote(concurrency_groups={CONTROL: CONTROL_THREADS}, max_restarts=0, max_task_retries=0)(
-        RankActor
-    ).options(
+    # Ray's annotations know no concurrency groups: the options travel untyped.
+    settings: dict[str, Any] = {"concurrency_groups": {CONTROL: CONTROL_THREADS}, "max_restarts": 0}
+    remote = ray.remote(**settings, max_task_retries=0)(RankActor).options(
         **slot.options,
         runtime_env={"env_vars": variables},
     )
@@ -130,9 +130,9 @@ class _Actors:
         self.moved = 0
         self._actors = list(actors)
         self._pool = pool
-        self._places = [actor.place.remote() for actor in actors]
+        self._places: list[ray.ObjectRef[Any]] = [actor.place.remote() for actor in actors]
         self._known: dict[int, Place] = {}
-        self._stays = [actor.stay.remote() for actor in actors]
+        self._stays: list[ray.ObjectRef[Any]] = [actor.stay.remote() for actor in actors]
         self._waiting: dict[int, dict[int, ray.ObjectRef[Any]]] = {}
         self._deaths: dict[int, Failure] = {}
         self._meeting: ray.ObjectRef[Any] | None = None
@@ -230,7 +230,9 @@ class _Actors:
 
     def control(self, operation: str, ranks: Sequence[int], timeout_s: float, *args: Any) -> dict[int, Any]:
         asked_at = time.monotonic()
-        waiting = {self._actors[rank].control.remote(operation, args): rank for rank in ranks}
+        waiting: dict[ray.ObjectRef[Any], int] = {}
+        for rank in ranks:
+            waiting[self._actors[rank].control.remote(operation, args)] = rank
         answers: dict[int, Any] = {}
         while waiting and (left_s := asked_at + timeout_s - time.monotonic()) > 0:
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=left_s)
@@ -255,7 +257,7 @@ class _Actors:
         self._pool.vacate()
 
     def _close(self) -> None:
-        closing = [actor.close.remote() for actor in self._actors]
+        closing: list[ray.ObjectRef[Any]] = [actor.close.remote() for actor in self._actors]
         done, late = ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         if late:
             log.warning("%d ranks did not close their workers within %g s and are ended", len(late), CLOSE_TIMEOUT_S)

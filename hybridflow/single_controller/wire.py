@@ -20,7 +20,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
             return NotImplemented
-        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        raw: Any = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         return _tensor, (pickle.PickleBuffer(raw), value.dtype, tuple(value.shape))
 
 

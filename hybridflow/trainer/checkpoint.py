@@ -191,7 +191,8 @@ class CheckpointStore:
 
     def _set_aside(self, step: int) -> None:
         foreign = [other for other in self._steps() if other > self._begun_at and other not in self._own]
-        for other in sorted({*foreign, *([step] if self._folder(step).exists() else [])}):
+        here = [step] if self._folder(step).exists() else []
+        for other in sorted(set(foreign + here)):
             number = 1
             while (aside := self.root / f"{_PREFIX}{other}{_REPLACED}{number}").exists():
                 number += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -210,7 +211,7 @@ class HFEngine:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of weights and kv_cache held now."""
         weights = sum(parameter.nbytes for parameter in self._model.parameters())
-        layers = [layer for cohort in self._cohorts for layer in cohort.cache.layers]
+        layers: list[Any] = [layer for cohort in self._cohorts for layer in cohort.cache.layers]
         return {"weights": weights, "kv_cache": sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)}
 
     def close(self) -> None:

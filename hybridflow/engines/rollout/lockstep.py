@@ -91,6 +91,7 @@ class Lockstep:
         self._broken = f"rank {dist.get_rank()}: {error!r}"
         answers = self._new_answers()
         work = dist.all_gather(answers, self._answer(_FAILED, repr(error)), group=self._group, async_op=True)
+        assert work is not None, "every rank that steps belongs to the group"
         self._last_word = (work, answers)
 
     def _answer(self, status: int, message: str) -> Tensor:

@@ -25,7 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import TokensPrompt
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
@@ -323,8 +325,10 @@ class VLLMEngine:
         if not self._running:
             return done
         for output in self._engine.step():
+            assert isinstance(output, RequestOutput), "this engine generates, it does not embed"
             response = self._running[output.request_id]
             [sample] = output.outputs
+            assert sample.logprobs is not None, "log-probs are asked for in every request"
             for token_id, candidates in zip(sample.token_ids, sample.logprobs, strict=True):
                 response.append(token_id, candidates[token_id].logprob, self._version)
             self._record(output.request_id, [*sample.token_ids])
@@ -350,7 +354,7 @@ class VLLMEngine:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        prompt = {"prompt_token_ids": [*request.prompt_ids, *response.token_ids]}
+        prompt = TokensPrompt(prompt_token_ids=[*request.prompt_ids, *response.token_ids])
         self._engine.add_request(request.request_id, prompt, parameters)
         self._running[request.request_id] = response
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 import vllm.model_executor.layers.utils as vllm_gemm
 from torch import Tensor, nn
 from torch.nn import functional
-from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.version import __version__ as vllm_version
 
@@ -58,7 +59,8 @@ class CpuWeights:
             if all(layer is not known for known in self._packed):
                 self._packed.append(layer)
         else:
-            layer.cpu_linear = padded_linear if self.gemm == "padded" else functional.linear
+            linear: Any = padded_linear if self.gemm == "padded" else functional.linear
+            layer.cpu_linear = linear
 
     def repack(self) -> None:
         """Makes the packed copies follow the plain weights; nothing to do without packed copies."""
@@ -101,7 +103,7 @@ def building(gemm: str, *, distributed: bool) -> Iterator[CpuWeights]:
     make_group_name, init_shm = _CPUSHMDistributed.make_group_name, _CPUSHMDistributed._init_cpu_shm
     token = _common_token() if distributed else ""
 
-    def own_group_name(communicator: object) -> str:
+    def own_group_name(communicator: CpuCommunicator) -> str:
         return f"hybridflow-{token}-{make_group_name(communicator)}".replace("/", "")
 
     def init_shm_and_unlink(self: _CPUSHMDistributed) -> int:

@@ -9,6 +9,7 @@ layers themselves; a layer that is not known here is an error, never a guess.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,8 @@ def check_names(parameters: EngineParameters, model_path: str) -> None:
         raise EngineError(f"vLLM's layout of {type(model).__name__} is not understood: {'; '.join(sorted(problems))}")
 
 
-Layout = Callable[[str, nn.Module, str, Tensor], Iterator[Part]]
+Layout = Callable[[str, Any, str, Tensor], Iterator[Part]]
+"""Parts of one parameter: (module's name, module of the layout's kind, parameter's own name, its storage)."""
 
 
 def _layout(name: str, module: nn.Module) -> Layout:

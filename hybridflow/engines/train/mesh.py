@@ -106,5 +106,5 @@ def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup:
         group = dist.new_group(ranks, sort_ranks=False)
         if rank in ranks:
             mine = group
-    assert mine is not None
+    assert isinstance(mine, dist.ProcessGroup)
     return mine

@@ -41,9 +41,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
             raise ConfigError(f"optim.override_optimizer_config does not fit Muon: {error}") from error
         self._parts: list[torch.optim.Optimizer] = [muon]
         if others:
-            self._parts.append(
-                torch.optim.AdamW(others, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, fused=True)
-            )
+            betas = (optim.betas[0], optim.betas[1])
+            self._parts.append(torch.optim.AdamW(others, lr=optim.lr, betas=betas, eps=optim.eps, fused=True))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         # The groups and the state are the parts' own: a rate set here, or a state restored here, is theirs.
         self.param_groups = [group for part in self._parts for group in part.param_groups]

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from transformers import PreTrainedModel
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.engines.train.mesh import Meshes
 from hybridflow.engines.train.pipeline import cut_stage
 from hybridflow.engines.train.tensor_parallel import check_heads, tensor_parallel
 from hybridflow.models.attention import attend_outside_graphs
-from hybridflow.models.heads import PackedModel
+from hybridflow.models.heads import PackedModel, ValueModel
 from hybridflow.models.load import dtype_of
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import ConfigError
@@ -70,7 +71,9 @@ def parallelize(
         tensor_parallel(model, meshes.tp)
     model.sequence_group = meshes.sp
     if config.enable_gradient_checkpointing:
-        model.net.base_model.gradient_checkpointing_enable({"use_reentrant": False})
+        body = model.net.base_model
+        assert isinstance(body, PreTrainedModel)
+        body.gradient_checkpointing_enable({"use_reentrant": False})
     if compile_layers:
         compile_blocks(model)
     if meshes.fsdp is not None:
@@ -100,7 +103,7 @@ def _shard(
     reshard = reshards_after_forward(model, shards, sharding)
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, mp_policy=policy, **common)
-    if model.head == "value" and model.last:
+    if isinstance(model.net, ValueModel) and model.last:
         # Values are regressed: bf16 has three significant digits, too few for returns.
         whole = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         fully_shard(model.net.score, reshard_after_forward=False, mp_policy=whole, **common)
@@ -108,6 +111,7 @@ def _shard(
     fully_shard(model, reshard_after_forward=False, mp_policy=policy, **common)
     if sharding.forward_prefetch:
         for block, following in pairwise(blocks):
+            assert isinstance(block, FSDPModule) and isinstance(following, FSDPModule)
             block.set_modules_to_forward_prefetch([following])
 
 

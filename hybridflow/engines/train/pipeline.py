@@ -63,7 +63,7 @@ def cut_stage(model: PackedModel, stage: int, stages: int) -> None:
     if not model.last:
         body.norm = _Skip()
         if isinstance(model.net, ValueModel):
-            model.net.score = _Skip()
+            model.net.register_module("score", _Skip())
         else:
             model.net.set_output_embeddings(_Skip())
 
@@ -200,5 +200,6 @@ def _ends_group(dims: ParallelDims) -> dist.ProcessGroup | None:
         ends = [offset, (dims.pp - 1) * inner + offset]
         group = dist.new_group(ends)
         if rank in ends:
+            assert isinstance(group, dist.ProcessGroup)
             mine = group
     return mine

@@ -1,0 +1,37 @@
+"""Runs small main jobs at one layout, one after the other, and leaves their metrics: arguments LAYOUT FOLDER.
+
+A program of its own: the ranks of a local group are processes of a fork server, which needs a guarded main module.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.jobs import run_job
+
+ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one": {},
+    "dp2": {},
+    "tp2": {"tensor_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2},
+    "sp2": {"ulysses_sequence_parallel_size": 2},
+}
+JOBS: dict[str, dict[str, Any]] = {
+    "grpo": {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.entropy_coeff": 0.01},
+    "gae": {"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": True},
+}
+
+
+def run_layout(layout: str, folder: Path) -> None:
+    """Runs every job of ``JOBS`` at ``layout`` into ``folder/<job>``."""
+    degrees = {f"{role}.{name}": size for role in ROLES for name, size in LAYOUTS[layout].items()}
+    ranks = {"trainer.n_gpus_per_node": 1 if layout == "one" else 2, "trainer.threads_per_worker": 1}
+    for name, options in JOBS.items():
+        run_job(folder / name, **options, **degrees, **ranks)
+
+
+if __name__ == "__main__":
+    run_layout(sys.argv[1], Path(sys.argv[2]))
