@@ -14,7 +14,8 @@ from tests.faults.job import start_job
 from tests.invariants.test_resume import ASYNC, PPO, TWO_RANKS, assert_same_end
 from tests.jobs import run_job
 
-EVERY_STEP: dict[str, Any] = PPO | {"trainer.save_freq": 1}
+EVERY_STEP: dict[str, Any] = PPO | {"trainer.save_freq": 1, "trainer.threads_per_worker": 1}
+"""One thread, as this process has: bits depend on it."""
 
 
 def kill_behind(step: int, folder: Path, options: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from tests.jobs import read_metrics, run_job
 
 LONG: dict[str, Any] = {
     "trainer.total_training_steps": 40,
+    "trainer.threads_per_worker": 1,  # as this process has: bits depend on it
     "trainer.save_freq": 1000,
     "actor_rollout_ref.actor.optim.lr": 1e-4,
 }
