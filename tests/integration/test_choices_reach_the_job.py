@@ -131,8 +131,7 @@ def test_every_leaf_of_the_algorithm_and_actor_trees_was_read_by_someone(tmp_pat
         f"{key}.{field.name}"
         for key, section in _sections("algorithm", AlgorithmConfig) + _sections("actor_rollout_ref.actor", ActorConfig)
         for field in dataclasses.fields(section)
-        if (section.__name__, field.name) not in read_fields
-        and not is_unread(f"{key}.{field.name}")
+        if (section.__name__, field.name) not in read_fields and not is_unread(f"{key}.{field.name}")
     }
     assert not unread
 
