@@ -37,6 +37,11 @@ def wait_until(claim: Any, job: subprocess.Popen[str], seconds: float = 120.0) -
         time.sleep(0.02)
 
 
+def without_bytes(folder: Path) -> list[dict[str, Any]]:
+    """Metrics without what depends on how payloads travel: the Ray job is compared with one of this process."""
+    return [{name: value for name, value in row.items() if name != "perf/driver_bytes"} for row in lines(folder)]
+
+
 def lines_written(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -70,7 +75,7 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on_later(tmp_path, numbe
     short = LONG | options | {"trainer.controller": "local", "trainer.total_training_steps": done + 2}
     run_job(tmp_path / "again", **short)
     run_job(tmp_path / "whole", **short)
-    assert lines(tmp_path / "again") == lines(tmp_path / "whole")
+    assert without_bytes(tmp_path / "again") == without_bytes(tmp_path / "whole")
 
 
 def test_a_second_signal_leaves_at_once_and_ends_every_process(tmp_path):
