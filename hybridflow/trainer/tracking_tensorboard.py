@@ -24,11 +24,12 @@ class TensorBoardTracker:
         self._opened: SummaryWriter | None = None
 
     def _writer(self, step: int) -> SummaryWriter:
-        if self._opened is None:
-            self._opened = SummaryWriter(log_dir=str(self._folder), purge_step=step)
-            text = json.dumps(self._info.config, indent=1, default=str)
-            self._opened.add_text("config", f"```\n{text}\n```", step)
-        return self._opened
+        if self._opened is not None:
+            return self._opened
+        writer = self._opened = SummaryWriter(log_dir=str(self._folder), purge_step=step)
+        text = json.dumps(self._info.config, indent=1, default=str)
+        writer.add_text("config", f"```\n{text}\n```", step)
+        return writer
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Adds the numbers; flushed, so that a crash loses nothing."""

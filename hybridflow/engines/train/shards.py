@@ -189,7 +189,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        if module == "torch" and isinstance(found := torch.__dict__.get(name), torch.dtype):
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise MachineError(f"the index of this checkpoint asks for {module}.{name}: it is not read")
 
