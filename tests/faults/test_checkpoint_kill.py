@@ -14,6 +14,8 @@ from tests.faults.job import start_job
 from tests.invariants.test_resume import ASYNC, PPO, TWO_RANKS, assert_same_end
 from tests.jobs import run_job
 
+pytestmark = pytest.mark.slow
+
 EVERY_STEP: dict[str, Any] = PPO | {"trainer.save_freq": 1, "trainer.threads_per_worker": 1}
 """One thread, as this process has: bits depend on it."""
 
@@ -37,7 +39,6 @@ def test_a_job_killed_while_it_writes_goes_on_from_what_is_complete(tmp_path, op
     assert list((tmp_path / "again").glob("*.partial")) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.05, 0.2, 0.35, 0.5])
 def test_a_job_killed_at_an_arbitrary_moment_ends_the_same(tmp_path, seconds):
     job = start_job(tmp_path / "again", EVERY_STEP)

@@ -17,6 +17,8 @@ from tests.faults.job import start_job
 from tests.invariants.test_resume import lines
 from tests.jobs import read_metrics, run_job
 
+pytestmark = pytest.mark.slow
+
 LONG: dict[str, Any] = {
     "trainer.total_training_steps": 40,
     "trainer.threads_per_worker": 1,  # as this process has: bits depend on it

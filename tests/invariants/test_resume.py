@@ -21,6 +21,7 @@ from tests.faults.job import start_job
 from tests.jobs import read_metrics, run_job
 
 STEPS = 5
+COSTS = str(Path(__file__).parents[1] / "integration" / "reward_with_cost.py")
 RUN: dict[str, Any] = {
     "data.train_batch_size": 4,
     "data.generated_size": 10,  # two batches: the run is in its third epoch when it ends
@@ -137,6 +138,7 @@ def test_that_holds_for_every_step(tmp_path, options, ranks):
     assert_resumes(tmp_path, options | ranks, stops=(1, 2, 3, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [GRPO | ASYNC, PPO], ids=["grpo-async", "ppo"])
 def test_two_ranks_resume_as_one_does(tmp_path, options):
     assert_resumes(tmp_path, options | TWO_RANKS, stops=(3,))
@@ -157,8 +159,13 @@ def test_a_run_that_dies_twice_still_ends_the_same(tmp_path):
         {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 2},
         {"algorithm.adv_estimator": "remax"},
         {"actor_rollout_ref.actor.optim.optimizer": "torch.optim.SGD"},
+        {
+            "algorithm.adv_estimator": "gae",
+            "algorithm.safe_rlhf.enable": True,
+            "reward.custom_reward_function.path": COSTS,
+        },
     ],
-    ids=["dynamic sampling", "remax", "an optimizer without moments"],
+    ids=["dynamic sampling", "remax", "an optimizer without moments", "safe rlhf"],
 )
 def test_other_dataflows_resume_too(tmp_path, options):
     options = GRPO | options
