@@ -28,6 +28,15 @@ NAME = "hybridflow_packed"
 _UNKNOWN = ("softcap", "s_aux", "head_mask", "position_bias")
 
 
+class Segments:
+    """Lengths of a packed row's segments. A plain object: torch.compile would compile anew for every tuple."""
+
+    __slots__ = ("lengths",)
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = tuple(lengths)
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -35,7 +44,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    segments: Sequence[int] | None = None,
+    segments: Segments | None = None,
     sequence_group: dist.ProcessGroup | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -50,11 +59,12 @@ def packed_attention(
         EngineError: when a mask, a cache or an unknown attention argument would make packing silently wrong.
     """
     ranks = 1 if sequence_group is None else dist.get_world_size(sequence_group)
-    _refuse(module, query, ranks, attention_mask, segments, dropout, others)
-    assert segments is not None
+    lengths = None if segments is None else segments.lengths
+    _refuse(module, query, ranks, attention_mask, lengths, dropout, others)
+    assert lengths is not None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _attend(q, k, v, segments, scaling, sliding_window)
+        return _attend(q, k, v, lengths, scaling, sliding_window)
 
     if sequence_group is not None:
         return attend_over_ranks(query, key, value, sequence_group, attend), None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hybridflow.models.attention import Segments
 from hybridflow.models.logprobs import VocabularyShard, token_log_probs
 from hybridflow.models.packing import Packed
 from hybridflow.models.sequence import join_tokens
@@ -123,7 +124,7 @@ class PackedModel(nn.Module):
             attention_mask=None,
             position_ids=packed.position_ids[:, part],
             use_cache=False,
-            segments=packed.lengths,
+            segments=Segments(packed.lengths),
             sequence_group=self.sequence_group,
         )
         return out.last_hidden_state

@@ -107,9 +107,9 @@ class RayGroup(LaneGroup):
 
 def _actor(slot: Slot, *, name: str, environment: Mapping[str, str], unset: Sequence[str]) -> ActorHandle[RankActor]:
     variables = {"OMP_NUM_THREADS": str(slot.threads), "PYTHONPATH": os.pathsep.join(import_path()), **environment}
-    # Ray's annotations know no concurrency groups: the options travel untyped.
+    # Ray's annotations know no concurrency groups, and call what they make a proxy: both travel untyped.
     settings: dict[str, Any] = {"concurrency_groups": {CONTROL: CONTROL_THREADS}, "max_restarts": 0}
-    remote = ray.remote(**settings, max_task_retries=0)(RankActor).options(
+    remote: Any = ray.remote(**settings, max_task_retries=0)(RankActor).options(
         **slot.options,
         runtime_env={"env_vars": variables},
     )

@@ -330,6 +330,7 @@ class VLLMEngine:
             [sample] = output.outputs
             assert sample.logprobs is not None, "log-probs are asked for in every request"
             for token_id, candidates in zip(sample.token_ids, sample.logprobs, strict=True):
+                assert candidates is not None
                 response.append(token_id, candidates[token_id].logprob, self._version)
             self._record(output.request_id, [*sample.token_ids])
             if not output.finished:

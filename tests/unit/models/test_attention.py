@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridflow.models.attention import packed_attention
+from hybridflow.models.attention import Segments, packed_attention
 from hybridflow.utils.errors import EngineError
 
 SEGMENTS = (5, 3, 3, 3, 1)
@@ -34,13 +34,13 @@ def alone(window: int | None = None) -> torch.Tensor:
 
 @pytest.mark.parametrize("window", [None, 2, 100])
 def test_every_segment_attends_to_itself_alone(window: int | None) -> None:
-    out, _ = packed_attention(nn.Identity(), *tensors(), None, segments=SEGMENTS, sliding_window=window)
+    out, _ = packed_attention(nn.Identity(), *tensors(), None, segments=Segments(SEGMENTS), sliding_window=window)
     torch.testing.assert_close(out, alone(window), atol=1e-6, rtol=1e-5)
 
 
 def test_the_model_scale_is_used() -> None:
     q, k, v = tensors()
-    out, _ = packed_attention(nn.Identity(), 2 * q, k, v, None, segments=SEGMENTS, scaling=8**-0.5 / 2)
+    out, _ = packed_attention(nn.Identity(), 2 * q, k, v, None, segments=Segments(SEGMENTS), scaling=8**-0.5 / 2)
     torch.testing.assert_close(out, alone(), atol=1e-6, rtol=1e-5)
 
 
@@ -48,9 +48,9 @@ def test_the_model_scale_is_used() -> None:
     ("options", "match"),
     [
         ({}, "does not hand its keyword arguments"),
-        ({"segments": (5, 3)}, "segments of 8 tokens"),
-        ({"segments": SEGMENTS, "dropout": 0.1}, "dropout"),
-        ({"segments": SEGMENTS, "softcap": 30.0}, "softcap"),
+        ({"segments": Segments((5, 3))}, "segments of 8 tokens"),
+        ({"segments": Segments(SEGMENTS), "dropout": 0.1}, "dropout"),
+        ({"segments": Segments(SEGMENTS), "softcap": 30.0}, "softcap"),
     ],
 )
 def test_what_would_be_silently_wrong_is_refused(options: dict, match: str) -> None:
@@ -60,4 +60,4 @@ def test_what_would_be_silently_wrong_is_refused(options: dict, match: str) -> N
 
 def test_a_mask_beside_packed_rows_is_refused() -> None:
     with pytest.raises(EngineError, match="attention mask"):
-        packed_attention(nn.Identity(), *tensors(), torch.ones(1, 15), segments=SEGMENTS)
+        packed_attention(nn.Identity(), *tensors(), torch.ones(1, 15), segments=Segments(SEGMENTS))
