@@ -115,6 +115,8 @@ class ActorWorker:
             actor,
             max_response_length=config.response_length,
             correction=config.algorithm.rollout_correction,
+            # Without the pass for old log-probs, the update's own forward is the place to measure it.
+            measure_entropy=actor.calculate_entropy and not config.recomputes_old_log_probs,
         )
         self._pretraining = None
         if config.algorithm.ptx_coef > 0:

@@ -122,7 +122,9 @@ def memory_metrics(engine: TrainEngine, peaks: PeakMemory) -> dict[str, float]:
 
 
 def _named(name: str, prefix: str) -> str:
-    return name if name.startswith(("actor/", "critic/", "rollout_corr/")) else f"{prefix}/{name.replace('/', '_')}"
+    if name.startswith(("actor/", "critic/", "rollout_corr/", "training/")):
+        return name
+    return f"{prefix}/{name.replace('/', '_')}"
 
 
 def _combine(name: str, values: list[float]) -> float:
