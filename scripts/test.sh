@@ -3,6 +3,8 @@
 #
 #   bash scripts/test.sh [PYTEST ARGUMENT]...
 #
+# Tests marked slow (full products of layouts, long chaos) run by hand: pytest -m slow.
+#
 # vLLM and Ray change the process that they run in (thread counts, the torch.distributed world, signal handlers), so
 # their tests run in processes of their own. tests/conftest.py sets the environment variables that both want.
 # Exit code: 0 only if every part passed and at least one test ran. The ten slowest tests of all parts close the output.
@@ -36,9 +38,9 @@ echo "== lint"
 "$venv/bin/ruff" format --check --quiet . || { echo "ruff format would change files (make format)"; status=1; }
 "$venv/bin/lint-imports" || status=1
 
-part unit "not vllm and not ray and not real_model" 1500 "$@"
-part vllm "vllm and not ray and not real_model" 1200 "$@"
-part ray "ray and not real_model" 1500 "$@"
+part unit "not vllm and not ray and not slow and not real_model" 2000 "$@"
+part vllm "vllm and not ray and not slow and not real_model" 1000 "$@"
+part ray "ray and not slow and not real_model" 1500 "$@"
 
 "$python" scripts/slowest_tests.py "$reports" || status=1
 exit $status
