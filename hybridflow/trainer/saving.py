@@ -100,12 +100,13 @@ class Saver:
         if self._completing is None:
             return
         completing, self._completing = self._completing, None
+        opened, self._open = self._open, None
         try:
             done = completing.result()
         except (OSError, MachineError) as error:
+            self._open = opened
             self._refused(error)
         else:
-            self._open = None
             logger.info("checkpoint %s is complete", done.folder)
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hybridflow.engines.train.shards import read, read_index
+from hybridflow.trainer.checkpoint import CheckpointStore
 from hybridflow.trainer.run import Run
 from tests.faults.job import start_job
 from tests.jobs import read_metrics, run_job
@@ -136,6 +137,23 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(tmp_path, options, st
 @pytest.mark.parametrize("ranks", [{}, TWO_RANKS], ids=["1", "2"])
 def test_that_holds_for_every_step(tmp_path, options, ranks):
     assert_resumes(tmp_path, options | ranks, stops=(1, 2, 3, 4))
+
+
+def test_a_run_that_dies_right_behind_its_checkpoint_has_the_line_of_that_step(tmp_path):
+    complete = CheckpointStore.complete
+
+    def dying(store: CheckpointStore, step: int, state: Any, **options: Any) -> None:
+        complete(store, step, state, **options)
+        raise Died
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Died):
+        patch.setattr(CheckpointStore, "complete", dying)
+        run_job(tmp_path / "again", **GRPO)
+    newest = CheckpointStore(tmp_path / "again").newest()
+    assert newest is not None and newest.step == 2
+    run_job(tmp_path / "again", **GRPO)
+    run_job(tmp_path / "whole", **GRPO)
+    assert_same_end(tmp_path / "whole", tmp_path / "again")
 
 
 @pytest.mark.slow
