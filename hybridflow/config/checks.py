@@ -68,6 +68,13 @@ def _not_yet(config: PPOConfig) -> Iterator[Problem]:
         text, reads = "adapters cannot be cut over tensor-parallel ranks yet", (f"{ACTOR}.tensor_parallel_size",)
         given, fix = show(policy.model.lora_rank), f"Use {ACTOR}.tensor_parallel_size=1."
         yield Problem(key="actor_rollout_ref.model.lora_rank", given=given, text=text, fix=fix, reads=reads)
+    trained = [(f"{ACTOR}.optim.optimizer", policy.actor.optim, "actor")]
+    trained += [("critic.optim.optimizer", config.critic.optim, "critic")] if config.needs_critic else []
+    for key, optim, role in trained:
+        world = config.world_of(role)
+        if optim.optimizer == "Muon" and world > 1:
+            text = f"works on one rank so far, and the {role} has {world}"
+            yield Problem(key=key, given="Muon", text=text, fix="Use AdamW.", reads=("trainer.n_gpus_per_node",))
     shardings = [(f"{ACTOR}.fsdp_config", policy.actor.fsdp_config)]
     shardings += [(f"{REF}.fsdp_config", policy.ref.fsdp_config)] if config.needs_reference else []
     shardings += [("critic.fsdp", config.critic.fsdp)] if config.needs_critic else []

@@ -78,7 +78,13 @@ class FSDPEngine:
         vocab_limit: int | None = None,
         compile_layers: bool = False,
     ) -> None:
-        refuse_unsupported(dims, model, sharding, compiled_on=device if compile_layers else None)
+        refuse_unsupported(
+            dims,
+            model,
+            sharding,
+            optimizer=None if optim is None else optim.optimizer,
+            compiled_on=device if compile_layers else None,
+        )
         self.dims = dims
         self._config = model
         self._sharding = sharding

@@ -27,7 +27,12 @@ ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
 
 
 def refuse_unsupported(
-    dims: ParallelDims, model: ModelConfig, sharding: FSDPConfig, *, compiled_on: str | None = None
+    dims: ParallelDims,
+    model: ModelConfig,
+    sharding: FSDPConfig,
+    *,
+    optimizer: str | None = None,
+    compiled_on: str | None = None,
 ) -> None:
     """Raises ConfigError for what this engine does not do, before anything is built.
 
@@ -36,6 +41,9 @@ def refuse_unsupported(
     if compiled_on is not None and not compiled_on.startswith("cuda"):
         # A process that also runs vLLM on a CPU has dynamo switched off: the key would silently do nothing there.
         raise ConfigError(f"use_torch_compile works on GPUs, and this is {compiled_on}: use use_torch_compile=False")
+    if optimizer == "Muon" and dims.world > 1:
+        # Its bf16 iteration enlarges the smallest directions of a gradient: ranks would differ by a tenth of an update.
+        raise ConfigError(f"optim.optimizer=Muon works on one rank so far, and this layout has {dims.world}: use AdamW")
     if dtype_of(sharding.mixed_precision.param_dtype) == torch.float16:
         raise ConfigError("mixed_precision.param_dtype=fp16 needs loss scaling, which is not supported: use bf16")
     if model.lora_rank > 0 and dims.tp > 1:
