@@ -60,6 +60,7 @@ def tensor_parallel_rank(folder: str) -> dict:
     found["other order"] = _failure(engine)
     found["missed"] = _missed_request(others[0])
     found["failed"] = _failed_rank(others[1])
+    dist.barrier()  # as in a worker, which lives on after its call failed: a process that is gone gives no last word
     return found
 
 
