@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from jaxtyping import install_import_hook
@@ -50,3 +52,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in missing.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """Our own Ray with two logical slots, one per session: its start costs seconds. Imported only where it is used."""
+    from hybridflow.single_controller.cluster import SLOT, start_ray, stop_ray
+
+    started = start_ray({"resources": {SLOT: 2}})
+    yield started
+    stop_ray(started)

@@ -23,10 +23,9 @@ from hybridflow.single_controller.ray_group import RayGroup
 from hybridflow.single_controller.resource_pool import ResourcePool
 from hybridflow.utils.errors import WorkerError
 from tests import ranks
-from tests.integration.ray.conftest import cluster
 from tests.unit.single_controller.contract import SPECS, WORKERS
 
-assert ranks and cluster  # the session's preloads, and its fixture
+assert ranks  # the session's preloads
 NOTICED_S = 10.0
 
 
