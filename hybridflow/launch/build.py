@@ -130,6 +130,8 @@ def _assemble(
         tracker=tracker,
         total_steps=total_steps,
         bytes_moved=lambda: sum(group.bytes_moved() for group in groups.values()),
+        bytes_over_fetched=lambda: sum(group.bytes_over_fetched() for group in groups.values()),
+        offer=groups[MAIN_POOL].keep,
         stop_asked=signals.asked,
     )
     stack.callback(record.close)

@@ -15,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Pending, Ready
+from hybridflow.dispatch.transfer import Arguments
 from hybridflow.single_controller import health
 from hybridflow.single_controller.calls import CallTable, PreparedCall
 from hybridflow.single_controller.host import START, Failure, Place, Reply
@@ -38,6 +40,10 @@ class Lanes(Protocol):
 
     moved: int
     """Payload bytes that went through the driver so far, both ways."""
+
+    def keep(self, batch: Batch) -> Batch:
+        """``batch`` with its wide columns where every rank can fetch them."""
+        ...
 
     def send(self, number: int, call: PreparedCall) -> None:
         """Queues a call on the work lane of its ranks; does not wait for it."""
@@ -77,6 +83,8 @@ class Submission:
         self.deadline_s = deadline_s
         self.previous = previous
         self.replies: dict[int, Reply] = {}
+        self.held: Sequence[Arguments | None] = ()
+        """Arguments by rank: what they refer to must not be freed before the ranks have read it."""
         self.error: Exception | None = None
         self.settled = False
         self.submitted_at = time.time()
@@ -121,6 +129,7 @@ class LaneGroup:
         self._broken: Exception | None = None
         self._ended = False
         self._counted = 0
+        self._over_fetched = 0
         self._start = Submission(0, f"group {name}", START, range(world), start_timeout_s, None)
         self._last = self._start
         health.enlist(self)
@@ -143,6 +152,7 @@ class LaneGroup:
         with self._send_lock:
             number = self._last.number + 1
             self._last = Submission(number, role, method, prepared.ranks, deadline_s, self._last)
+            self._last.held = prepared.shares
             self._lanes.send(number, prepared)
             pending = _Call(self, self._last, replace(prepared, shares=()))
         return Ready(pending.wait()) if prepared.blocking else pending
@@ -157,6 +167,15 @@ class LaneGroup:
         """Payload bytes that went through the driver since the last call of this method."""
         moved, self._counted = self._lanes.moved - self._counted, self._lanes.moved
         return moved
+
+    def bytes_over_fetched(self) -> int:
+        """See ``WorkerGroup.bytes_over_fetched``."""
+        over_fetched, self._over_fetched = self._over_fetched, 0
+        return over_fetched
+
+    def keep(self, batch: Batch) -> Batch:
+        """See ``WorkerGroup.keep``."""
+        return self._lanes.keep(batch)
 
     def post(self, message: Any, *, rank: int = 0) -> None:
         """See ``WorkerGroup.post``."""
@@ -213,6 +232,8 @@ class LaneGroup:
             self._await(call, begun_at=max(call.submitted_at, ready_at))
         call.settled = True
         call.previous = None
+        call.held = ()
+        self._over_fetched += sum(reply.over_fetched_bytes for reply in call.replies.values())
         ends = [reply.at for reply in call.replies.values()]
         call.seconds = max((reply.seconds for reply in call.replies.values()), default=0.0)
         call.finished_at = min(time.time(), max(ends, default=time.time()))

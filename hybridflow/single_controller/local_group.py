@@ -19,6 +19,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.refs import Bytes, Kept, may_stay
 from hybridflow.dispatch.group import RankContext, WorkerSpec
 from hybridflow.dispatch.transfer import Arguments
 from hybridflow.single_controller import health
@@ -36,6 +40,7 @@ from hybridflow.single_controller.host import (
 )
 from hybridflow.single_controller.lanes import LaneGroup, Lanes
 from hybridflow.single_controller.local_process import Plan, serve_rank, untagged
+from hybridflow.single_controller.segments import SegmentStore, SegmentTable, remove_segments_of
 from hybridflow.single_controller.wire import pack, unpack
 
 log = logging.getLogger(__name__)
@@ -104,6 +109,7 @@ class LocalGroup(LaneGroup):
                 path=tuple(sys.path),
                 backend=backend,
                 collective_timeout_s=collective_timeout_s,
+                driver=os.getpid(),
             )
             for rank in range(n)
         ]
@@ -153,13 +159,15 @@ class _InProcess:
         share = call.shares[0]
         assert share is not None, "a group of one rank calls rank 0"
         try:
-            started = time.perf_counter()
-            value = self._host.execute(call.role, call.method, share)
-            seconds = time.perf_counter() - started
+            reply = self._host.execute(call.role, call.method, share)
+            value = reply.value
             self.moved += _payload(share) + _payload(Arguments(value if isinstance(value, tuple) else (value,)))
-            self._replies[number] = Reply(value, seconds=seconds)
+            self._replies[number] = reply
         except Exception as error:  # noqa: BLE001 - the boundary of the worker: raised by wait() with role, rank and method
             self._replies[number] = Reply(failure=failure_of(error, 0))
+
+    def keep(self, batch: Batch) -> Batch:
+        return batch  # it is where the rank is
 
     def receive(self, number: int, timeout_s: float) -> dict[int, Reply]:
         return {0: self._replies.pop(number)}
@@ -179,7 +187,9 @@ class _InProcess:
 
 
 def _payload(arguments: Arguments) -> int:
-    return sum(batch.nbytes() for batch in arguments.batches().values())
+    """Bytes that would move if the rank were another process: those of columns that are not wide."""
+    columns = [value for batch in arguments.batches().values() for value in batch.columns().values()]
+    return sum(value.nbytes for value in columns if isinstance(value, Tensor) and not may_stay(value))
 
 
 class _Forked:
@@ -194,6 +204,8 @@ class _Forked:
         self._running: dict[int, list[int]] = {rank: [0] for rank in range(len(plans))}
         self._asked = 0
         self._ending = False
+        self._table = SegmentTable()
+        self._own = SegmentStore("the driver")
         self._send_lock = threading.Lock()
         self._store, self._meeting = open_store(LOOPBACK, ports, plans[0].collective_timeout_s)
         self._start(plans, preload)
@@ -238,6 +250,22 @@ class _Forked:
             except (BrokenPipeError, ConnectionError):
                 self._mourn(rank)
             self.moved += len(payload)
+
+    def keep(self, batch: Batch) -> Batch:
+        return batch.kept(self)
+
+    def put(self, data: Bytes) -> Kept:
+        """Keeps what the driver made (``Store.put``)."""
+        kept = self._own.put(data)
+        self.moved += kept.size
+        return self.open(kept.token, kept.size, kept.owner)
+
+    def open(self, token: str, size: int, owner: str) -> Kept:
+        """The driver's reference to an object of any process (``Store.open``)."""
+        return self._table.hold(token, size, owner, self._count)
+
+    def _count(self, kept: Kept) -> None:
+        self.moved += kept.size
 
     def receive(self, number: int, timeout_s: float) -> dict[int, Reply]:
         with self._arrived:
@@ -299,6 +327,7 @@ class _Forked:
             if process.is_alive():
                 process.kill()
             process.join(5.0)
+        remove_segments_of([process.pid for process in self._processes if process.pid is not None])
 
     # ---------------------------------------------------------------------------------------- the reading thread
 
@@ -325,7 +354,7 @@ class _Forked:
 
     def _take(self, rank: int, data: bytes, *, is_work: bool) -> None:
         number, packed = untagged(data)
-        value = unpack(packed)
+        value = unpack(packed, self.open)
         with self._arrived:
             if is_work:
                 self.moved += len(data)
@@ -340,6 +369,7 @@ class _Forked:
         process = self._processes[rank]
         if not self._ending:
             process.join(1.0)
+        remove_segments_of([] if process.pid is None else [process.pid])  # its rows die with it
         with self._arrived:
             failure = self._deaths.get(rank) or Failure(
                 rank=rank, kind="died", message=health.exit_cause(process.exitcode), at=time.time()

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError
 
 import hybridflow
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.refs import Bytes, Kept
 from hybridflow.dispatch.group import RankContext, WorkerSpec
 from hybridflow.single_controller import health
 from hybridflow.single_controller.calls import CallTable, PreparedCall
 from hybridflow.single_controller.host import Failure, Place, Reply
 from hybridflow.single_controller.lanes import LaneGroup
 from hybridflow.single_controller.ray_actor import CONTROL, RankActor
+from hybridflow.single_controller.ray_store import RayKept
 from hybridflow.single_controller.resource_pool import ResourcePool, Slot
 from hybridflow.single_controller.wire import pack, unpack
+from hybridflow.utils.errors import WorkerError
 
 log = logging.getLogger(__name__)
 
@@ -154,20 +159,38 @@ class _Actors:
         }
 
     def send(self, number: int, call: PreparedCall) -> None:
-        packed: dict[int, bytes | ray.ObjectRef[bytes]] = {}
+        packed: dict[int, tuple[bytes | ray.ObjectRef[bytes], list[Any]]] = {}
         copies = [id(share) for share in call.shares]
         refs = {}
         for rank, share in enumerate(call.shares):
             if share is None:
                 continue
             if id(share) not in packed:
-                payload = pack(share)
+                kept: list[Any] = []
+                payload = pack(share, kept)
                 self.moved += len(payload)
                 shared = len(payload) > SHARED_BYTES and copies.count(id(share)) > 1
-                packed[id(share)] = ray.put(payload) if shared else payload
+                packed[id(share)] = (ray.put(payload) if shared else payload), kept
             wanted = rank in call.wanted
-            refs[rank] = self._actors[rank].work.remote(call.role, call.method, wanted, packed[id(share)])
+            refs[rank] = self._actors[rank].work.remote(call.role, call.method, wanted, *packed[id(share)])
         self._waiting[number] = refs
+
+    def keep(self, batch: Batch) -> Batch:
+        return batch.kept(self)
+
+    def put(self, data: Bytes) -> Kept:
+        """Keeps what the driver made (``Store.put``)."""
+        self.moved += data.size
+        return self.open(ray.put(data), data.size, "the driver")
+
+    def open(self, token: ray.ObjectRef[Bytes], size: int, owner: str, rank: int | None = None) -> Kept:
+        """The driver's reference to an object that ``rank`` keeps; None: the driver itself (``Store.open``)."""
+        return RayKept(token, size, owner, partial(self._before_read, rank))
+
+    def _before_read(self, rank: int | None, kept: Kept) -> None:
+        if rank in self.deaths():
+            raise WorkerError(f"rows are lost: they were kept by {kept.owner}, which is gone")
+        self.moved += kept.size
 
     def receive(self, number: int, timeout_s: float) -> dict[int, Reply]:
         refs = self._waiting.get(number, {})
@@ -185,14 +208,14 @@ class _Actors:
 
     def _reply(self, rank: int, ref: ray.ObjectRef[Any]) -> Reply:
         try:
-            data = ray.get(ref)
+            data, kept = ray.get(ref)
         except RayTaskError as error:  # our own actor code failed; a worker's errors come inside a Reply
             kind, message = type(error.cause).__name__, str(error.cause)
             return Reply(failure=Failure(rank=rank, kind=kind, message=message, trace=str(error), at=time.time()))
         except RayError as error:
             return Reply(failure=self._death(rank, error))
         self.moved += len(data)
-        return unpack(data)
+        return unpack(data, partial(self.open, rank=rank), kept)
 
     def _death(self, rank: int, error: RayError) -> Failure:
         if rank not in self._deaths:

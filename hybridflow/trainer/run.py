@@ -77,6 +77,8 @@ class Run:
         tracker: where metrics go.
         total_steps: trainer steps.
         bytes_moved: payload bytes through the driver since the last call.
+        bytes_over_fetched: bytes that ranks read beyond their own rows since the last call.
+        offer: puts the wide columns of prompts where ranks can fetch them.
         stop_asked: whether the run should save and end after the step that runs.
     """
 
@@ -91,6 +93,8 @@ class Run:
         tracker: Tracker,
         total_steps: int,
         bytes_moved: Callable[[], int],
+        bytes_over_fetched: Callable[[], int],
+        offer: Callable[[Batch], Batch],
         stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
@@ -103,6 +107,8 @@ class Run:
         self._validation = validation
         self._tracker = tracker
         self._bytes_moved = bytes_moved
+        self._bytes_over_fetched = bytes_over_fetched
+        self._offer = offer
         self._stop_asked = stop_asked
         self.interrupted = False
         """Whether the run ended before its last step because it was asked to."""
@@ -135,7 +141,7 @@ class Run:
 
     def next_prompts(self, n: int) -> Batch:
         """The next prompts, each ``n`` times next to itself, with ``sample_index`` 0..n-1."""
-        rows = self._prompts.next_batch().repeat(n)
+        rows = self._offer(self._prompts.next_batch()).repeat(n)
         return rows.with_columns(sample_index=torch.arange(len(rows)) % n)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -163,9 +169,15 @@ class Run:
         self._metrics = {"training/global_step": float(step), "training/epoch": float(self._prompts.epoch)}
         self._metrics |= self._watch.take()  # what came after the last line: its checkpoint
         self._bytes_moved()
+        self._bytes_over_fetched()
         with self.phase("step"):
             yield
-        self.record({"perf/driver_bytes": float(self._bytes_moved())})
+        self.record(
+            {
+                "perf/driver_bytes": float(self._bytes_moved()),
+                "perf/over_fetch_bytes": float(self._bytes_over_fetched()),
+            }
+        )
 
     def before(self, done: int) -> None:
         """Validates before the first step, unless the run goes on from a checkpoint."""
@@ -258,7 +270,7 @@ class Run:
             return
         sampling = self.config.actor_rollout_ref.rollout.val_kwargs
         with self.phase("testing"):
-            found = validate(self._roles, self._validation(), sampling, step=step)
+            found = validate(self._roles, map(self._offer, self._validation()), sampling, step=step)
         self._validated_at = step
         self.record(found.metrics)
         self.last_validation = found.metrics

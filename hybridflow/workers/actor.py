@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from hybridflow.algorithms.agreement import sampler_agreement
 from hybridflow.algorithms.contract import Loss
 from hybridflow.algorithms.credit import assign_credit
 from hybridflow.algorithms.lagrange import assign_cost_credit
@@ -158,8 +159,8 @@ class ActorWorker:
 
     @register(dispatch="RANK_ZERO")
     def compute_advantage(self, batch: Batch, *, kl_coef: float = 0.0) -> tuple[Batch, Metrics]:
-        """Columns and metrics of credit assignment over the whole batch (algorithms/credit.py)."""
-        return assign_credit(
+        """Columns and metrics of credit assignment over the whole batch, and how well sampler and trainer agree."""
+        credit, metrics = assign_credit(
             batch,
             self._config.algorithm,
             kl_coef=kl_coef,
@@ -168,6 +169,7 @@ class ActorWorker:
             normalizer=self._normalizer,
             policy_loss=self._config.actor_rollout_ref.actor.policy_loss,
         )
+        return credit, {**metrics, **sampler_agreement(batch.with_columns(**credit.columns()))}
 
     @register(dispatch="RANK_ZERO")
     def compute_cost_advantage(self, batch: Batch, *, multiplier: float) -> tuple[Batch, Metrics]:
