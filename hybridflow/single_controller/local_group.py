@@ -40,7 +40,12 @@ from hybridflow.single_controller.host import (
 )
 from hybridflow.single_controller.lanes import LaneGroup, Lanes
 from hybridflow.single_controller.local_process import Plan, serve_rank, untagged
-from hybridflow.single_controller.segments import SegmentStore, SegmentTable, remove_segments_of
+from hybridflow.single_controller.segments import (
+    SegmentStore,
+    SegmentTable,
+    remove_segments_of,
+    remove_segments_of_the_dead,
+)
 from hybridflow.single_controller.wire import pack, unpack
 
 log = logging.getLogger(__name__)
@@ -204,6 +209,7 @@ class _Forked:
         self._running: dict[int, list[int]] = {rank: [0] for rank in range(len(plans))}
         self._asked = 0
         self._ending = False
+        remove_segments_of_the_dead()
         self._table = SegmentTable()
         self._own = SegmentStore("the driver")
         self._send_lock = threading.Lock()

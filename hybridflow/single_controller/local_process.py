@@ -27,7 +27,7 @@ from hybridflow.single_controller.host import (
     join_store,
     open_world,
 )
-from hybridflow.single_controller.segments import SegmentStore, remove_segments_of
+from hybridflow.single_controller.segments import SegmentStore, remove_segments_of, remove_segments_of_the_dead
 from hybridflow.single_controller.wire import pack, unpack
 
 Call = tuple[int, str, str, bool, bytes]
@@ -109,6 +109,7 @@ def _queue_calls(work: Connection, calls: SimpleQueue[Call | None], driver: int)
             calls.put((number, role, method, wanted, work.recv_bytes()))
     except (EOFError, OSError):
         remove_segments_of([os.getpid(), driver])
+        remove_segments_of_the_dead()  # a peer may have died with it
         os._exit(1)  # the driver is gone; whatever runs here has nobody left to report to
     calls.put(None)
 

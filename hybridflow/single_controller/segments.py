@@ -1,15 +1,19 @@
 """What ranks of one machine keep for one another: a file in shared memory per object.
 
 A consumer maps the file, so no rank serves another and the producer is never interrupted. The driver, which alone knows
-who still needs an object, removes its file; a name holds the producer's pid, so that what the dead leave can be found.
+who still needs an object, removes its file. A name holds the producer's machine and pid, so that what the dead leave is
+found: by the driver when a rank dies, by the ranks when the driver dies, by the next group when all died at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import hashlib
 import itertools
 import os
+import socket
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable
@@ -18,8 +22,13 @@ from pathlib import Path
 import numpy as np
 
 from hybridflow.batch.refs import Bytes, Kept
+from hybridflow.single_controller import health
 from hybridflow.single_controller.health import SHARED_MEMORY
 from hybridflow.utils.errors import WorkerError
+
+PREFIX = "hybridflow-kept-"
+_numbers = itertools.count()
+"""Of the objects of this process, whatever store keeps them: their names must differ."""
 
 
 class Segment(Kept):
@@ -52,16 +61,15 @@ class SegmentStore:
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
-        self._numbers = itertools.count()
 
     def put(self, data: Bytes) -> Kept:
         """See ``Store.put``. Falls back to the temporary folder when shared memory is full."""
-        name = f"{_prefix(os.getpid())}{_letters(next(self._numbers))}"
+        name = f"{_prefix(os.getpid())}{_letters(next(_numbers))}"
         folders = _folders()
         for folder in folders:
             path = folder / name
             try:
-                path.write_bytes(data.data)
+                _write(path, data)
             except OSError as error:
                 path.unlink(missing_ok=True)
                 if error.errno != errno.ENOSPC or folder == folders[-1]:
@@ -90,21 +98,55 @@ class SegmentTable:
         return segment
 
 
+def segments_of(pids: Iterable[int]) -> list[Path]:
+    """Files of what these processes of this machine keep."""
+    return [path for pid in pids for folder in _folders() for path in folder.glob(f"{_prefix(pid)}*")]
+
+
 def remove_segments_of(pids: Iterable[int]) -> None:
     """Removes what these processes of this machine kept; references to it are lost."""
-    for pid in pids:
-        for folder in _folders():
-            for path in folder.glob(f"{_prefix(pid)}*"):
-                _remove(str(path))
+    for path in segments_of(pids):
+        _remove(str(path))
+
+
+def remove_segments_of_the_dead() -> None:
+    """Removes what processes of this machine kept that are gone, and whose group could not clean up behind them."""
+    found = [path for folder in _folders() for path in folder.glob(f"{PREFIX}{_machine()}-*")]
+    owners = {path: _number(path.name.split("-")[3]) for path in found}
+    alive = set(health.wait_gone(set(owners.values()), timeout_s=0.0))
+    for path, pid in owners.items():
+        if pid not in alive:
+            _remove(str(path))
+
+
+def _write(path: Path, data: Bytes) -> None:
+    """A file of this user's own: others can neither read it nor have put something in its place."""
+    _remove(str(path))  # of an earlier process with our pid
+    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(data.data)
 
 
 def _prefix(pid: int) -> str:
-    return f"hybridflow-kept-{_letters(pid)}-"
+    return f"{PREFIX}{_machine()}-{_letters(pid)}-"
+
+
+@functools.cache
+def _machine() -> str:
+    """Where a pid means this process: host, boot and pid namespace, as letters; containers may share the folders."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # not on Linux
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        parts.append(str(Path("/proc/self/ns/pid").stat().st_ino))
+    return _letters(int.from_bytes(hashlib.blake2s("|".join(parts).encode(), digest_size=4).digest(), "big"))
 
 
 def _letters(number: int) -> str:
     """A number without digits: ``health.remove_segments`` takes numbers in a name for pids and ports."""
     return "".join(chr(ord("a") + int(digit)) for digit in str(number))
+
+
+def _number(letters: str) -> int:
+    return int("".join(str(ord(letter) - ord("a")) for letter in letters))
 
 
 def _folders() -> list[Path]:
@@ -113,5 +155,5 @@ def _folders() -> list[Path]:
 
 
 def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, PermissionError):  # gone already, or of another user
         Path(path).unlink()

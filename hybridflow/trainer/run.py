@@ -167,7 +167,7 @@ class Run:
     def step(self, step: int) -> Iterator[None]:
         """Collects the metrics of one step."""
         self._metrics = {"training/global_step": float(step), "training/epoch": float(self._prompts.epoch)}
-        self._metrics |= self._watch.take()  # what came after the last line: its checkpoint
+        self._watch.take()  # what came between two steps belongs to neither
         self._bytes_moved()
         self._bytes_over_fetched()
         with self.phase("step"):
@@ -202,7 +202,7 @@ class Run:
         """Validates, logs and saves, each on its own cadence; the last step validates and (if asked at all) saves.
 
         The line of a step is written before its checkpoint: a run that dies between the two does the step again, and
-        the line is replaced; the other way round it would be lost.
+        the line is replaced; the other way round it would be lost. What the checkpoint took is added to it.
         """
         settings = self.config.trainer
         last = step == self.total_steps
@@ -213,6 +213,7 @@ class Run:
         if settings.save_freq > 0 and (last or _due(step, settings.save_freq)):
             with self.phase("save_checkpoint"):
                 self._save(step)
+            self._tracker.log(step, self._watch.take())
 
     def end(self) -> None:
         """Waits for the last checkpoint and closes the trackers."""

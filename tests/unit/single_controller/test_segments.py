@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import re
 from pathlib import Path
@@ -10,7 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hybridflow.single_controller.segments import SegmentStore, SegmentTable, remove_segments_of
+from hybridflow.single_controller.segments import (
+    SegmentStore,
+    SegmentTable,
+    remove_segments_of,
+    remove_segments_of_the_dead,
+    segments_of,
+)
 from hybridflow.utils.errors import WorkerError
 
 DATA = np.arange(200, dtype=np.uint8)
@@ -48,3 +55,35 @@ def test_what_the_dead_kept_is_found_by_their_pid_and_by_no_other_number() -> No
     assert all(Path(token).exists() for token in tokens)
     remove_segments_of([os.getpid()])
     assert not any(Path(token).exists() for token in tokens)
+
+
+def test_two_stores_of_one_process_do_not_overwrite_one_another() -> None:
+    one, other = SegmentStore("me").put(DATA), SegmentStore("me").put(DATA + 1)
+    assert np.array_equal(one.read(), DATA) and np.array_equal(other.read(), DATA + 1)
+    remove_segments_of([os.getpid()])
+
+
+def test_what_is_kept_is_nobody_elses_to_read() -> None:
+    path = Path(SegmentStore("me").put(DATA).token)
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.unlink()
+
+
+def test_what_the_dead_kept_goes_when_nobody_else_could_do_it() -> None:
+    mine = Path(SegmentStore("me").put(DATA).token)
+    child = multiprocessing.get_context("forkserver").Process(target=_keep_and_die)
+    child.start()
+    child.join()
+    assert child.pid is not None and child.exitcode == -9
+    assert len(segments_of([child.pid])) == 1
+    of_another_machine = mine.with_name(segments_of([child.pid])[0].name.replace("-kept-", "-kept-a"))
+    of_another_machine.touch()
+    remove_segments_of_the_dead()
+    assert segments_of([child.pid]) == [] and mine.exists() and of_another_machine.exists()
+    mine.unlink()
+    of_another_machine.unlink()
+
+
+def _keep_and_die() -> None:
+    SegmentStore("me").put(DATA)
+    os.kill(os.getpid(), 9)
