@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.trainer import TimeoutsConfig
 from hybridflow.dispatch.group import WorkerGroup, WorkerSpec
 from hybridflow.launch.plan import PoolPlan, RunPlan
+from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.utils.optional import load
 
@@ -30,22 +30,22 @@ def open_groups(
 
 def _open(config: PPOConfig, plan: PoolPlan, specs: Sequence[WorkerSpec]) -> WorkerGroup:
     timeouts = config.trainer.timeouts
-    settings: dict[str, Any] = {
-        "name": plan.pool.name,
-        "environment": plan.environment,
-        "unset": plan.unset,
-        "device": plan.device,
-        "backend": "nccl" if plan.device == "cuda" else "gloo",
-        "start_timeout_s": timeouts.start_s,
-        "collective_timeout_s": float(config.actor_rollout_ref.nccl_timeout),
-        "deadlines": method_deadlines(timeouts),
-        "default_deadline_s": timeouts.train_s,
-        "stack_folder": Path(config.trainer.default_local_dir) / "stacks",
-    }
+    settings = GroupSettings(
+        name=plan.pool.name,
+        environment=plan.environment,
+        unset=plan.unset,
+        device=plan.device,
+        backend="nccl" if plan.device == "cuda" else "gloo",
+        start_timeout_s=timeouts.start_s,
+        collective_timeout_s=float(config.actor_rollout_ref.nccl_timeout),
+        deadlines=method_deadlines(timeouts),
+        default_deadline_s=timeouts.train_s,
+        stack_folder=Path(config.trainer.default_local_dir) / "stacks",
+    )
     if config.trainer.controller == "local":
-        return LocalGroup(plan.pool.world, specs, **settings)
+        return LocalGroup(plan.pool.world, specs, settings)
     pool = load("hybridflow.single_controller.resource_pool:ResourcePool")(plan.pool.slots, name=plan.pool.name)
-    return load("hybridflow.single_controller.ray_group:RayGroup")(pool, specs, **settings)
+    return load("hybridflow.single_controller.ray_group:RayGroup")(pool, specs, settings)
 
 
 def method_deadlines(timeouts: TimeoutsConfig) -> dict[str, float]:

@@ -11,7 +11,7 @@ import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,34 @@ STALL_SHARE = 0.5
 """Share of its deadline after which a call is reported as slow."""
 PEER_SIGNS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "nccl")
 """Texts by which gloo and NCCL complain about a rank that went away: failures of this kind are consequences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """What every kind of group can be told."""
+
+    name: str = "group"
+    """Shown in errors."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the ranks, set before torch or a worker module is imported."""
+    unset: Sequence[str] = ()
+    """Variables that the ranks must not have."""
+    device: str = "cpu"
+    """``cpu`` or ``cuda``."""
+    backend: str = "gloo"
+    """Of torch.distributed: ``gloo`` on CPU, ``nccl`` on GPU."""
+    start_timeout_s: float = 600.0
+    """From the call until every rank has built its workers."""
+    collective_timeout_s: float = 600.0
+    """torch.distributed's own timeout."""
+    deadlines: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by method name, counted from when the call could start on its lane."""
+    default_deadline_s: float = 3600.0
+    """For all other methods."""
+    ports: Sequence[int] = (0,)
+    """Candidates of the rendezvous port on rank 0's node, tried in order; 0 takes any free one."""
+    stack_folder: Path | None = None
+    """Where Python stacks of late ranks are written; None: only in the error."""
 
 
 class Lanes(Protocol):
@@ -111,26 +139,20 @@ class LaneGroup:
         table: CallTable,
         *,
         world: int,
-        name: str,
-        start_timeout_s: float,
-        deadlines: Mapping[str, float],
-        default_deadline_s: float,
-        stack_folder: Path | None,
+        settings: GroupSettings,
     ) -> None:
-        self.name = name
+        self.name = settings.name
         self._lanes = lanes
         self._table = table
         self._world = world
-        self._deadlines = dict(deadlines)
-        self._default_deadline_s = default_deadline_s
-        self._stack_folder = stack_folder
+        self._settings = settings
         self._send_lock = threading.Lock()
         self._wait_lock = threading.RLock()
         self._broken: Exception | None = None
         self._ended = False
         self._counted = 0
         self._over_fetched = 0
-        self._start = Submission(0, f"group {name}", START, range(world), start_timeout_s, None)
+        self._start = Submission(0, f"group {self.name}", START, range(world), settings.start_timeout_s, None)
         self._last = self._start
         health.enlist(self)
 
@@ -148,7 +170,7 @@ class LaneGroup:
         if self._broken is not None:
             raise WorkerError(f"group {self.name!r} cannot go on after: {self._broken}") from self._broken
         prepared = self._table.prepare(role, method, args, kwargs)
-        deadline_s = self._deadlines.get(method, self._default_deadline_s)
+        deadline_s = self._settings.deadlines.get(method, self._settings.default_deadline_s)
         with self._send_lock:
             number = self._last.number + 1
             self._last = Submission(number, role, method, prepared.ranks, deadline_s, self._last)
@@ -305,11 +327,12 @@ class LaneGroup:
         return text
 
     def _keep_stacks(self, stacks: Mapping[int, str]) -> None:
-        if self._stack_folder is None:
+        folder = self._settings.stack_folder
+        if folder is None:
             return
-        self._stack_folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for rank, stack in stacks.items():
-            (self._stack_folder / f"stacks_{self.name}_rank{rank}.txt").write_text(stack)
+            (folder / f"stacks_{self.name}_rank{rank}.txt").write_text(stack)
 
     def _report_stall(self, call: Submission) -> None:
         late = ", ".join(self.who(rank) for rank in call.missing)

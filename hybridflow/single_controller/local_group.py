@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +37,7 @@ from hybridflow.single_controller.host import (
     open_store,
     open_world,
 )
-from hybridflow.single_controller.lanes import LaneGroup, Lanes
+from hybridflow.single_controller.lanes import GroupSettings, LaneGroup, Lanes
 from hybridflow.single_controller.local_process import Plan, serve_rank, untagged
 from hybridflow.single_controller.segments import (
     SegmentStore,
@@ -67,17 +66,7 @@ class LocalGroup(LaneGroup):
     Args:
         n: ranks.
         specs: roles, built in this order on every rank.
-        name: shown in errors.
-        environment: variables of the ranks, set before a worker module is imported.
-        unset: variables that the ranks must not have.
-        device: ``cpu`` or ``cuda`` (rank r uses ``cuda:r``).
-        backend: of torch.distributed; ``gloo`` on CPU, ``nccl`` on GPU.
-        start_timeout_s: from here until every rank has built its workers.
-        collective_timeout_s: torch.distributed's own timeout.
-        deadlines: seconds by method name, counted from when the call could start on its lane.
-        default_deadline_s: for all other methods.
-        ports: candidates of the rendezvous port, tried in order; 0 takes any free one.
-        stack_folder: where Python stacks of late ranks are written; None: only in the error.
+        settings: name, device and deadlines; on ``cuda`` rank r uses ``cuda:r``.
         preload: modules for the process-wide fork server, without effect once it runs; empty leaves its list alone.
 
     Raises:
@@ -89,46 +78,29 @@ class LocalGroup(LaneGroup):
         self,
         n: int,
         specs: Sequence[WorkerSpec],
+        settings: GroupSettings | None = None,
         *,
-        name: str = "local",
-        environment: Mapping[str, str] | None = None,
-        unset: Sequence[str] = (),
-        device: str = "cpu",
-        backend: str = "gloo",
-        start_timeout_s: float = 600.0,
-        collective_timeout_s: float = 600.0,
-        deadlines: Mapping[str, float] | None = None,
-        default_deadline_s: float = 3600.0,
-        ports: Sequence[int] = (0,),
-        stack_folder: Path | None = None,
         preload: Sequence[str] = PRELOAD,
     ) -> None:
+        settings = settings or GroupSettings(name="local")
         table = CallTable(specs, n)
         threads = max(1, (os.cpu_count() or 1) // n)
         plans = [
             Plan(
-                context=_context(rank, n, device, threads),
+                context=_context(rank, n, settings.device, threads),
                 specs=tuple(specs),
-                environment={"OMP_NUM_THREADS": str(threads), **(environment or {})},
-                unset=tuple(unset),
+                environment={"OMP_NUM_THREADS": str(threads), **settings.environment},
+                unset=tuple(settings.unset),
                 path=tuple(sys.path),
-                backend=backend,
-                collective_timeout_s=collective_timeout_s,
+                backend=settings.backend,
+                collective_timeout_s=settings.collective_timeout_s,
                 driver=os.getpid(),
             )
             for rank in range(n)
         ]
-        lanes: Lanes = _InProcess(plans[0], environment or {}, ports) if n == 1 else _Forked(plans, ports, preload)
-        super().__init__(
-            lanes,
-            table,
-            world=n,
-            name=name,
-            start_timeout_s=start_timeout_s,
-            deadlines=deadlines or {},
-            default_deadline_s=default_deadline_s,
-            stack_folder=stack_folder,
-        )
+        ports = settings.ports
+        lanes: Lanes = _InProcess(plans[0], settings.environment, ports) if n == 1 else _Forked(plans, ports, preload)
+        super().__init__(lanes, table, world=n, settings=settings)
 
 
 def _context(rank: int, world: int, device: str, threads: int) -> RankContext:

@@ -22,7 +22,7 @@ from hybridflow.dispatch.group import RankContext, WorkerSpec
 from hybridflow.single_controller import health
 from hybridflow.single_controller.calls import CallTable, PreparedCall
 from hybridflow.single_controller.host import Failure, Place, Reply
-from hybridflow.single_controller.lanes import LaneGroup
+from hybridflow.single_controller.lanes import GroupSettings, LaneGroup
 from hybridflow.single_controller.ray_actor import CONTROL, RankActor
 from hybridflow.single_controller.ray_store import RayKept
 from hybridflow.single_controller.resource_pool import ResourcePool, Slot
@@ -45,72 +45,35 @@ class RayGroup(LaneGroup):
     Args:
         pool: its slots are held until ``shutdown``.
         specs: roles, built in this order on every rank.
-        name: shown in errors.
-        environment: variables of the ranks, set before torch is imported.
-        unset: variables that the ranks must not have.
-        device: ``cpu`` or ``cuda``; on ``cuda`` each process sees its one GPU as ``cuda:0``.
-        backend: of torch.distributed; ``gloo`` on CPU, ``nccl`` on GPU.
-        start_timeout_s: from here until every rank has built its workers.
-        collective_timeout_s: torch.distributed's own timeout.
-        deadlines: seconds by method name, counted from when the call could start on its lane.
-        default_deadline_s: for all other methods.
-        ports: candidates of the rendezvous port on rank 0's node, tried in order; 0 takes any free one.
-        stack_folder: where Python stacks of late ranks are written; None: only in the error.
+        settings: name, device and deadlines; on ``cuda`` each process sees its one GPU as ``cuda:0``.
 
     Raises:
         ConfigError: see ``CallTable``.
         StateError, MachineError: see ``ResourcePool.occupy``.
     """
 
-    def __init__(
-        self,
-        pool: ResourcePool,
-        specs: Sequence[WorkerSpec],
-        *,
-        name: str = "ray",
-        environment: Mapping[str, str] | None = None,
-        unset: Sequence[str] = (),
-        device: str = "cpu",
-        backend: str = "gloo",
-        start_timeout_s: float = 600.0,
-        collective_timeout_s: float = 600.0,
-        deadlines: Mapping[str, float] | None = None,
-        default_deadline_s: float = 3600.0,
-        ports: Sequence[int] = (0,),
-        stack_folder: Path | None = None,
-    ) -> None:
+    def __init__(self, pool: ResourcePool, specs: Sequence[WorkerSpec], settings: GroupSettings | None = None) -> None:
+        settings = settings or GroupSettings(name="ray")
         table = CallTable(specs, pool.world)
-        slots = pool.occupy(name, device=device)
-        actors = [
-            _actor(slot, name=f"{name}-{rank}", environment=environment or {}, unset=unset)
-            for rank, slot in enumerate(slots)
-        ]
+        slots = pool.occupy(settings.name, device=settings.device)
+        actors = [_actor(slot, environment=settings.environment, unset=settings.unset) for slot in slots]
         contexts = [
             RankContext(
                 rank=rank,
                 world=pool.world,
                 local_rank=slot.local_rank,
                 node="",
-                device="cpu" if device == "cpu" else "cuda:0",
+                device="cpu" if settings.device == "cpu" else "cuda:0",
                 threads=slot.threads,
             )
             for rank, slot in enumerate(slots)
         ]
         lanes = _Actors(actors, pool)
-        lanes.start(contexts, specs, backend=backend, ports=ports, timeout_s=collective_timeout_s)
-        super().__init__(
-            lanes,
-            table,
-            world=pool.world,
-            name=name,
-            start_timeout_s=start_timeout_s,
-            deadlines=deadlines or {},
-            default_deadline_s=default_deadline_s,
-            stack_folder=stack_folder,
-        )
+        lanes.start(contexts, specs, settings)
+        super().__init__(lanes, table, world=pool.world, settings=settings)
 
 
-def _actor(slot: Slot, *, name: str, environment: Mapping[str, str], unset: Sequence[str]) -> ActorHandle[RankActor]:
+def _actor(slot: Slot, *, environment: Mapping[str, str], unset: Sequence[str]) -> ActorHandle[RankActor]:
     variables = {"OMP_NUM_THREADS": str(slot.threads), "PYTHONPATH": os.pathsep.join(import_path()), **environment}
     # Ray's annotations know no concurrency groups, and call what they make a proxy: both travel untyped.
     settings: dict[str, Any] = {"concurrency_groups": {CONTROL: CONTROL_THREADS}, "max_restarts": 0}
@@ -142,19 +105,12 @@ class _Actors:
         self._deaths: dict[int, Failure] = {}
         self._meeting: ray.ObjectRef[Any] | None = None
 
-    def start(
-        self,
-        contexts: Sequence[RankContext],
-        specs: Sequence[WorkerSpec],
-        *,
-        backend: str,
-        ports: Sequence[int],
-        timeout_s: float,
-    ) -> None:
+    def start(self, contexts: Sequence[RankContext], specs: Sequence[WorkerSpec], settings: GroupSettings) -> None:
         """Queues the start on every rank: rank 0 opens the store, the others take its address as a reference."""
-        self._meeting = self._actors[0].serve.remote(list(ports), timeout_s)
+        timeout_s = settings.collective_timeout_s
+        self._meeting = self._actors[0].serve.remote(list(settings.ports), timeout_s)
         self._waiting[0] = {
-            rank: actor.start.remote(pack((context, tuple(specs))), self._meeting, backend, timeout_s)
+            rank: actor.start.remote(pack((context, tuple(specs))), self._meeting, settings.backend, timeout_s)
             for rank, (actor, context) in enumerate(zip(self._actors, contexts, strict=True))
         }
 

@@ -17,7 +17,7 @@ import pytest
 from hybridflow.dispatch.group import WorkerSpec
 from hybridflow.single_controller import health
 from hybridflow.single_controller.cluster import Cluster
-from hybridflow.single_controller.lanes import LaneGroup
+from hybridflow.single_controller.lanes import GroupSettings, LaneGroup
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.single_controller.ray_group import RayGroup
 from hybridflow.single_controller.resource_pool import ResourcePool
@@ -114,7 +114,7 @@ def test_a_rank_that_dies_while_it_is_built_is_named() -> None:
 
 
 def test_a_wait_on_one_group_notices_a_death_in_another() -> None:
-    waiting, dying = LocalGroup(2, SPECS, preload=(), name="waiting"), LocalGroup(2, SPECS, preload=(), name="dying")
+    waiting, dying = (LocalGroup(2, SPECS, GroupSettings(name=name), preload=()) for name in ("waiting", "dying"))
     try:
         kill_later(pids_of(dying)[0], 0.5)
         begun = time.monotonic()

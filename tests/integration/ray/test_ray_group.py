@@ -15,6 +15,7 @@ import pytest
 from hybridflow.dispatch.group import WorkerSpec
 from hybridflow.single_controller import health
 from hybridflow.single_controller.cluster import SLOT, Cluster, check_ray_init, start_ray, stop_ray
+from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.single_controller.ray_group import RayGroup
 from hybridflow.single_controller.resource_pool import ResourcePool
@@ -32,7 +33,7 @@ class Opener:
         self._pool = pool
 
     def __call__(self, specs: Any = SPECS, **settings: Any) -> RayGroup:
-        return RayGroup(self._pool, specs, collective_timeout_s=60, **settings)
+        return RayGroup(self._pool, specs, GroupSettings(collective_timeout_s=60, **settings))
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_more_slots_than_exist_are_refused_at_once_with_what_each_node_has(clust
         RayGroup(ResourcePool([3], name="big"), SPECS)
     assert time.monotonic() - begun < 30
     with pytest.raises(MachineError, match=r"(?s)needs 1 GPUs.*0 in all, 0 free"):
-        RayGroup(ResourcePool([1]), SPECS, device="cuda")
+        RayGroup(ResourcePool([1]), SPECS, GroupSettings(device="cuda"))
 
 
 def test_slots_that_others_hold_are_waited_for_and_then_named(cluster: Cluster) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from hybridflow.dispatch.group import WorkerSpec
 from hybridflow.single_controller.host import Rendezvous, open_store
+from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import ConfigError, MachineError, WorkerError
@@ -28,7 +29,7 @@ assert ranks  # its preloads are the session's; preload=() leaves them alone
 
 
 def open_pair(specs: Any = SPECS, **settings: Any) -> LocalGroup:
-    return LocalGroup(2, specs, preload=(), collective_timeout_s=60, **settings)
+    return LocalGroup(2, specs, GroupSettings(collective_timeout_s=60, **settings), preload=())
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def test_two_groups_of_one_rank_share_the_world_of_the_process(alone: LocalGroup
 
 def test_a_missing_environment_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        LocalGroup(1, SPECS, environment={"HYBRIDFLOW_TEST_UNSET": "1"}).shutdown()
+        LocalGroup(1, SPECS, GroupSettings(environment={"HYBRIDFLOW_TEST_UNSET": "1"})).shutdown()
     assert "HYBRIDFLOW_TEST_UNSET" in caplog.text
 
 
