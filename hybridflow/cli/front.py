@@ -5,8 +5,9 @@ key never fails in Hydra's words, every ``key=value`` reaches it as ``++key=valu
 error, with a suggestion. Hydra writes no folder, configures no logging, and its exit code for a broken command line
 becomes ours.
 
-Exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 3 this machine (or cluster) lacks something,
-130 and 143 a run that SIGINT or SIGTERM ended after a step (launch/signals.py).
+Exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 3 this machine (or cluster) lacks something, 4 a
+worker died or hung and no restart was left (launch/restart.py), 130 and 143 a run that SIGINT or SIGTERM ended after a
+step (launch/signals.py).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from rich.markup import escape
 
 from hybridflow.config.problems import MAX_SHOWN, InvalidConfigError
 from hybridflow.config.tree import defaults_tree
-from hybridflow.utils.errors import ConfigError, DataError, MachineError
+from hybridflow.utils.errors import ConfigError, DataError, DeadlineError, LostError, MachineError
 
-OK, FAILED, BAD_CONFIG, BAD_MACHINE = 0, 1, 2, 3
+OK, FAILED, BAD_CONFIG, BAD_MACHINE, LOST = 0, 1, 2, 3, 4
 DEFAULTS_NODE = "hybridflow_defaults"
 FLAGS = {"--dry-run": "++trainer.dry_run=True", "--strict": "++trainer.strict=True"}
 """Our own flags, as overrides."""
@@ -44,6 +45,7 @@ usage: python -m hybridflow.COMMAND [KEY=VALUE ...] [--dry-run] [--strict] [--cf
   --config-dir DIR --config-name NAME   a YAML file of your own, with `defaults: [ppo_trainer, _self_]`
 
 exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 3 this machine lacks something,
+  4 a worker died or hung and trainer.max_restarts is used up: the same command goes on from the last checkpoint,
   130 / 143 ended early by SIGINT / SIGTERM: the step was finished and saved; the same command goes on"""
 _ASSIGNMENT = re.compile(r"^(?P<plus>\+{0,2})(?P<key>[A-Za-z_][\w.\-]*)=")
 _VALUED_FLAGS = frozenset(
@@ -99,6 +101,9 @@ def guarded(task: Callable[[], int]) -> int:
     except MachineError as error:
         report(error, "This machine cannot run it")
         return BAD_MACHINE
+    except (LostError, DeadlineError) as error:
+        report(error, "The run lost a worker" if isinstance(error, LostError) else "The run waited too long")
+        return LOST
 
 
 def report(error: Exception, headline: str) -> None:

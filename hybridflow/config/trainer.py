@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from hybridflow.config.choices import CONTROLLERS, DEVICES, POOL_ROLES, RESUME_MODES, SAVE_FAILURES, TRACKERS
 from hybridflow.config.constraints import (
     CountOrAll,
+    NonNegativeFloat,
     NonNegativeInt,
     OneOf,
     PositiveFloat,
@@ -95,6 +96,11 @@ class TrainerConfig(Section):
     """auto, disable or resume_path."""
     resume_from_path: str | None = None
     """resume_path: a ``global_step_N`` folder."""
+    max_restarts: NonNegativeInt = 0
+    """How often the run starts again by itself, from its last complete checkpoint, after a worker or node died or a
+    deadline passed."""
+    restart_backoff_s: NonNegativeFloat = 5.0
+    """Seconds before a restart; doubled (up to 300) for each that follows another without a new checkpoint."""
     max_actor_ckpt_to_keep: PositiveInt | None = None
     """Checkpoints kept; None: all."""
     max_critic_ckpt_to_keep: PositiveInt | None = None

@@ -21,6 +21,7 @@ from hybridflow.dispatch.group import WorkerGroup
 from hybridflow.launch.cluster import ClusterStart
 from hybridflow.launch.groups import open_groups
 from hybridflow.launch.plan import RunPlan
+from hybridflow.launch.restart import try_again
 from hybridflow.launch.signals import Interrupted, StopSignals
 from hybridflow.launch.specs import ModelSource, worker_specs
 from hybridflow.roles.handles import (
@@ -35,9 +36,11 @@ from hybridflow.roles.handles import (
 )
 from hybridflow.roles.protocols import Checkpointed, Roles
 from hybridflow.topology.resources import MAIN_POOL
+from hybridflow.trainer.checkpoint import CheckpointStore
 from hybridflow.trainer.ppo import PPOTrainer
 from hybridflow.trainer.progress import StartUp, final_lines
 from hybridflow.trainer.remax import ReMaxTrainer
+from hybridflow.trainer.resume import checkpoint_store
 from hybridflow.trainer.run import Run
 from hybridflow.trainer.safe_rlhf import SafeRLHFTrainer
 from hybridflow.trainer.tracking import build_trackers
@@ -60,32 +63,73 @@ TRY_NEXT = (
 def run(config: PPOConfig, plan: RunPlan, cluster: ClusterStart | None = None) -> int:
     """Runs every step of the plan; 0 when all are done, 130 or 143 when a signal ended it before.
 
-    Whatever happens, every process that it started is ended.
+    Whatever happens, every process that it started is ended; after a death or a passed deadline, before it starts again
+    (``trainer.max_restarts``).
     ``cluster``: Ray that starts in the background since before torch was imported; None: it is started here.
     """
     run_logging.set_up()
-    start = StartUp()
     folder = Path(config.trainer.default_local_dir)
     _write_config(config, folder)
     console = Console(highlight=False, soft_wrap=True)
+    store = checkpoint_store(config)
     with StopSignals() as signals:
+        tries = _Tries(config, plan, console, store, signals, cluster)
         try:
-            with ExitStack() as stack:
-                with start.phase("wait for ray"):
-                    (cluster or ClusterStart(config)).enter(stack)
-                trainer, record = _assemble(config, plan, start, stack, signals)
-                console.print(start.table())
-                signals.arm()
-                trainer.fit()
+            record = try_again(
+                tries.once,
+                restarts=config.trainer.max_restarts,
+                backoff_s=config.trainer.restart_backoff_s,
+                progress=lambda: store.last_own,
+                stop_asked=signals.asked,
+                say=lambda text: console.print(text, markup=False),
+            )
         except Interrupted:
             return signals.exit_code
     _print_end(console, record, folder)
     return signals.exit_code if record.interrupted else 0
 
 
-def _assemble(
-    config: PPOConfig, plan: RunPlan, start: StartUp, stack: ExitStack, signals: StopSignals
-) -> tuple[PPOTrainer, Run]:
+class _Tries:
+    """The run from start to end, any number of times; each try ends all that it started."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        plan: RunPlan,
+        console: Console,
+        store: CheckpointStore,
+        signals: StopSignals,
+        cluster: ClusterStart | None,
+    ) -> None:
+        self.config = config
+        self.plan = plan
+        self.console = console
+        self.store = store
+        self.signals = signals
+        self._cluster = cluster
+        self._restart = False
+
+    def once(self) -> Run:
+        """One try."""
+        start = StartUp(restart=self._restart)
+        self._restart = True
+        cluster, self._cluster = self._cluster or ClusterStart(self.config), None
+        try:
+            with ExitStack() as stack:
+                with start.phase("wait for ray"):
+                    cluster.enter(stack)
+                trainer, record = _assemble(self, start, stack)
+                self.console.print(start.table())
+                self.signals.arm()
+                trainer.fit()
+            return record
+        except Exception:
+            self.signals.disarm()
+            raise
+
+
+def _assemble(tries: _Tries, start: StartUp, stack: ExitStack) -> tuple[PPOTrainer, Run]:
+    config, plan = tries.config, tries.plan
     with start.phase("tokenizer"):
         source, tokenizer = _model_source(config)
     known = plan.batch.total_steps
@@ -128,11 +172,11 @@ def _assemble(
         validation=lambda: validation_batches(validation, config.data.val_batch_size),
         kl=KL_CONTROLLERS[config.algorithm.kl_ctrl.type](config.algorithm.kl_ctrl),
         tracker=tracker,
+        store=tries.store,
         total_steps=total_steps,
         bytes_moved=lambda: sum(group.bytes_moved() for group in groups.values()),
-        bytes_over_fetched=lambda: sum(group.bytes_over_fetched() for group in groups.values()),
-        offer=groups[MAIN_POOL].keep,
-        stop_asked=signals.asked,
+        stragglers=lambda: {name: ratio for group in groups.values() for name, ratio in group.stragglers().items()},
+        stop_asked=tries.signals.asked,
     )
     stack.callback(record.close)
     return trainer_of(config)(roles, record, config), record

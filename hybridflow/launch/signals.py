@@ -52,6 +52,11 @@ class StopSignals:
         self._armed = True
         self._install()
 
+    def disarm(self) -> None:
+        """A try ended: until the next ``arm`` a signal ends the run at once, in order."""
+        self._armed = False
+        self._install()
+
     def asked(self) -> bool:
         """Whether a signal came."""
         return self.received is not None

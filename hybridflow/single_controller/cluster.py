@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from hybridflow.single_controller import health
 from hybridflow.utils.errors import ConfigError, MachineError
@@ -67,6 +68,7 @@ def start_ray(ray_init: Mapping[str, Any] | None = None) -> Cluster:
     before = set(health.descendants([os.getpid()]))
     try:
         if address and address != "local":
+            maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # a head does so, a driver does not
             ray.init(address=address, **{**quiet, **wanted})
             return Cluster(owned=False)
         for name, value in QUIET.items():

@@ -18,6 +18,8 @@ from typing import Protocol
 
 import psutil
 
+from hybridflow.single_controller.oom import OomKills
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -50,15 +52,36 @@ def death_elsewhere(group: Mortal) -> str | None:
     return None
 
 
-def exit_cause(code: int | None) -> str:
-    """Why a process with this exit code (negative: signal number) ended, as text."""
+def exit_cause(code: int | None, before: OomKills | None = None, now: OomKills | None = None) -> str:
+    """Why a process with this exit code (negative: signal number) ended, as text.
+
+    ``before`` and ``now``: what the kernel counted on its node when it started and after it ended.
+    """
     if code is None:
         return "its connection closed"
     if code == -signal.SIGKILL:
-        return "killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)"
+        return killed_cause(before, now)
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exited with code {code}"
+
+
+def killed_cause(before: OomKills | None, now: OomKills | None) -> str:
+    """Who sent a SIGKILL, as far as the kernel's counters tell."""
+    rose = "unknown" if before is None or now is None else now.rose_since(before)
+    if rose == "cgroup":
+        limit = "the memory limit of its cgroup (container, pod, Slurm step) was reached"
+        return f"killed by the kernel's out-of-memory killer: {limit}"
+    if rose == "node":
+        return "killed by SIGKILL while the kernel's out-of-memory killer ended processes of this node: out of memory"
+    if rose is None:
+        return "killed by SIGKILL from outside (kill -9, a scheduler): the kernel counted no out-of-memory kill"
+    return "killed by SIGKILL (kill -9, or the out-of-memory killer: see dmesg)"
+
+
+def log_cause(log: str) -> str | None:
+    """The fatal error that the interpreter wrote into its log before a signal ended it; None: none."""
+    return next((line for line in log.splitlines() if line.startswith("Fatal Python error: ")), None)
 
 
 def descendants(pids: Iterable[int]) -> list[int]:

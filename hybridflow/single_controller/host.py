@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.refs import Reader, Store
 from hybridflow.dispatch.group import Mailbox, RankContext, WorkerSpec
 from hybridflow.dispatch.transfer import Arguments
+from hybridflow.single_controller.oom import OomKills
 from hybridflow.single_controller.wire import pack, unpack
 from hybridflow.utils.errors import MachineError, StateError
 from hybridflow.utils.optional import load
@@ -74,9 +75,7 @@ class Reply:
     at: float = field(default_factory=time.time)
     """Wall-clock seconds when the rank was done."""
     seconds: float = 0.0
-    """How long the method ran there, fetching included."""
-    over_fetched_bytes: int = 0
-    """What it read of other ranks' objects beyond its own rows and columns."""
+    """How long the method ran there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +86,8 @@ class Place:
     pid: int
     log: str = ""
     """Path of its error log on its own node; empty: none."""
+    oom_kills: OomKills | None = None
+    """What the kernel had counted there when it started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,12 @@ def open_world(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has ``address``; None: none has it."""
+    found = (name for name, held in psutil.net_if_addrs().items() if address in {entry.address for entry in held})
+    return next(found, None)
+
+
 def apply_environment(environment: Mapping[str, str], unset: Sequence[str]) -> None:
     """Sets and removes variables of this process."""
     for name in unset:
@@ -175,18 +182,11 @@ class Host:
     Args:
         context: handed to every worker, with the siblings built so far.
         specs: roles in the order in which they are built.
-        store: makes, from this rank's name, what keeps the wide columns of its results; None: they are returned as
-            they are.
     """
 
-    def __init__(
-        self, context: RankContext, specs: Sequence[WorkerSpec], store: Callable[[str], Store] | None = None
-    ) -> None:
+    def __init__(self, context: RankContext, specs: Sequence[WorkerSpec]) -> None:
         self.context = replace(context, node=context.node or node_name())
         self._specs = tuple(specs)
-        roles = ", ".join(spec.role for spec in specs)
-        name = f"rank {context.rank} of {context.world} (roles {roles}; node {self.context.node}, pid {os.getpid()})"
-        self._store = None if store is None else store(name)
         self._building = ""
 
     @property
@@ -214,44 +214,21 @@ class Host:
         except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it with role, rank and method
             return Reply(failure=replace(failure_of(error, self.context.rank), role=self._building))
 
-    def execute(self, role: str, method: str, arguments: Arguments, *, wanted: bool = True) -> Reply:
-        """The method's result, if it is ``wanted``: batches in it are on the CPU, their wide columns in the store.
-
-        Rows that other ranks keep are fetched before the method runs.
-        """
-        started, reader = time.perf_counter(), Reader()
-        arguments = arguments.map_batches(lambda batch: batch.fetched(reader))
+    def execute(self, role: str, method: str, arguments: Arguments) -> Any:
+        """The method's result; batches in it are on the CPU."""
         result = getattr(self.workers[role], method)(*arguments.args, **arguments.kwargs)
-        value = self._leave(result) if wanted else None
-        seconds = time.perf_counter() - started
-        return Reply(value, seconds=seconds, over_fetched_bytes=reader.over_fetched_bytes)
+        return _to_cpu(result) if self.context.device != "cpu" else result
 
-    def _leave(self, result: Any) -> Any:
-        if isinstance(result, tuple):
-            return tuple(self._leave(part) for part in result)
-        if not isinstance(result, Batch):
-            return result
-        if self.context.device != "cpu":
-            result = result.to("cpu")
-        return result if self._store is None else result.kept(self._store)
-
-    def answer(self, role: str, method: str, payload: bytes, *, wanted: bool, beside: list[Any] | None = None) -> bytes:
-        """A packed ``Reply``: the result if it is ``wanted``, or the failure. Never raises.
-
-        ``beside`` holds the tokens of the arguments' references, and afterwards those of the reply's; None: they are in
-        the payload.
-        """
-        tokens: list[Any] | None = None if beside is None else []
+    def answer(self, role: str, method: str, payload: bytes, *, wanted: bool) -> bytes:
+        """A packed ``Reply``: the result if it is ``wanted``, or the failure. Never raises."""
         try:
-            arguments = unpack(payload, None if self._store is None else self._store.open, beside)
-            packed = pack(self.execute(role, method, arguments, wanted=wanted), tokens)
+            arguments, started = unpack(payload), time.perf_counter()
+            value = self.execute(role, method, arguments)
+            return pack(Reply(value if wanted else None, seconds=time.perf_counter() - started))
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it with role, rank and method
-            tokens, packed = [], pack(Reply(failure=failure_of(error, self.context.rank)))
-        if beside is not None:
-            beside[:] = tokens or ()
-        return packed
+            return pack(Reply(failure=failure_of(error, self.context.rank)))
 
     def close(self) -> None:
         """Closes the workers, last built first; every one is tried. Raises the first error."""
@@ -265,6 +242,14 @@ class Host:
                     errors.append(error)
         if errors:
             raise errors[0]
+
+
+def _to_cpu(result: Any) -> Any:
+    if isinstance(result, Batch):
+        return result.to("cpu")
+    if isinstance(result, tuple):
+        return tuple(_to_cpu(part) for part in result)
+    return result
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:

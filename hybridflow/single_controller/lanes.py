@@ -11,56 +11,29 @@ import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Pending, Ready
-from hybridflow.dispatch.transfer import Arguments
 from hybridflow.single_controller import health
 from hybridflow.single_controller.calls import CallTable, PreparedCall
 from hybridflow.single_controller.host import START, Failure, Place, Reply
-from hybridflow.utils.errors import DeadlineError, StateError, WorkerError
+from hybridflow.single_controller.pace import Pace, stands_at
+from hybridflow.utils.errors import DeadlineError, LostError, StateError, WorkerError
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 2.0
 """How long the other ranks' failures are waited for once one rank failed, to tell the first from those it caused."""
+PEER_GRACE_S = 8.0
+"""The same while all that failed are ranks that lost a peer: the death of a node is known later than it is felt."""
 POLL_S = 0.5
 """How often a wait looks for deaths in other groups; far below the 10 s in which one must be noticed."""
-STALL_SHARE = 0.5
-"""Share of its deadline after which a call is reported as slow."""
+STACKS_S = 3.0
+"""How long a stalled call waits for the stacks of its ranks."""
 PEER_SIGNS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "nccl")
 """Texts by which gloo and NCCL complain about a rank that went away: failures of this kind are consequences."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSettings:
-    """What every kind of group can be told."""
-
-    name: str = "group"
-    """Shown in errors."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the ranks, set before torch or a worker module is imported."""
-    unset: Sequence[str] = ()
-    """Variables that the ranks must not have."""
-    device: str = "cpu"
-    """``cpu`` or ``cuda``."""
-    backend: str = "gloo"
-    """Of torch.distributed: ``gloo`` on CPU, ``nccl`` on GPU."""
-    start_timeout_s: float = 600.0
-    """From the call until every rank has built its workers."""
-    collective_timeout_s: float = 600.0
-    """torch.distributed's own timeout."""
-    deadlines: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by method name, counted from when the call could start on its lane."""
-    default_deadline_s: float = 3600.0
-    """For all other methods."""
-    ports: Sequence[int] = (0,)
-    """Candidates of the rendezvous port on rank 0's node, tried in order; 0 takes any free one."""
-    stack_folder: Path | None = None
-    """Where Python stacks of late ranks are written; None: only in the error."""
 
 
 class Lanes(Protocol):
@@ -68,10 +41,6 @@ class Lanes(Protocol):
 
     moved: int
     """Payload bytes that went through the driver so far, both ways."""
-
-    def keep(self, batch: Batch) -> Batch:
-        """``batch`` with its wide columns where every rank can fetch them."""
-        ...
 
     def send(self, number: int, call: PreparedCall) -> None:
         """Queues a call on the work lane of its ranks; does not wait for it."""
@@ -111,8 +80,6 @@ class Submission:
         self.deadline_s = deadline_s
         self.previous = previous
         self.replies: dict[int, Reply] = {}
-        self.held: Sequence[Arguments | None] = ()
-        """Arguments by rank: what they refer to must not be freed before the ranks have read it."""
         self.error: Exception | None = None
         self.settled = False
         self.submitted_at = time.time()
@@ -139,20 +106,27 @@ class LaneGroup:
         table: CallTable,
         *,
         world: int,
-        settings: GroupSettings,
+        name: str,
+        start_timeout_s: float,
+        deadlines: Mapping[str, float],
+        default_deadline_s: float,
+        stack_folder: Path | None,
     ) -> None:
-        self.name = settings.name
+        self.name = name
         self._lanes = lanes
         self._table = table
         self._world = world
-        self._settings = settings
+        self._deadlines = dict(deadlines)
+        self._default_deadline_s = default_deadline_s
+        self._stack_folder = stack_folder
         self._send_lock = threading.Lock()
         self._wait_lock = threading.RLock()
         self._broken: Exception | None = None
         self._ended = False
         self._counted = 0
-        self._over_fetched = 0
-        self._start = Submission(0, f"group {self.name}", START, range(world), settings.start_timeout_s, None)
+        self._pace = Pace()
+        self._progress = ""
+        self._start = Submission(0, f"group {name}", START, range(world), start_timeout_s, None)
         self._last = self._start
         health.enlist(self)
 
@@ -168,13 +142,12 @@ class LaneGroup:
         if self._ended:
             raise StateError(f"group {self.name!r} was shut down: {role}.{method} cannot be called")
         if self._broken is not None:
-            raise WorkerError(f"group {self.name!r} cannot go on after: {self._broken}") from self._broken
+            raise self._because(f"group {self.name!r} cannot go on after: {self._broken}") from self._broken
         prepared = self._table.prepare(role, method, args, kwargs)
-        deadline_s = self._settings.deadlines.get(method, self._settings.default_deadline_s)
+        deadline_s = self._deadlines.get(method, self._default_deadline_s)
         with self._send_lock:
             number = self._last.number + 1
             self._last = Submission(number, role, method, prepared.ranks, deadline_s, self._last)
-            self._last.held = prepared.shares
             self._lanes.send(number, prepared)
             pending = _Call(self, self._last, replace(prepared, shares=()))
         return Ready(pending.wait()) if prepared.blocking else pending
@@ -190,14 +163,9 @@ class LaneGroup:
         moved, self._counted = self._lanes.moved - self._counted, self._lanes.moved
         return moved
 
-    def bytes_over_fetched(self) -> int:
-        """See ``WorkerGroup.bytes_over_fetched``."""
-        over_fetched, self._over_fetched = self._over_fetched, 0
-        return over_fetched
-
-    def keep(self, batch: Batch) -> Batch:
-        """See ``WorkerGroup.keep``."""
-        return self._lanes.keep(batch)
+    def stragglers(self) -> dict[str, float]:
+        """See ``WorkerGroup.stragglers``."""
+        return self._pace.take_ratios()
 
     def post(self, message: Any, *, rank: int = 0) -> None:
         """See ``WorkerGroup.post``."""
@@ -249,21 +217,31 @@ class LaneGroup:
     def _settle_one(self, call: Submission) -> None:
         ready_at = call.previous.finished_at if call.previous else 0.0
         if self._broken is not None:
-            call.error = WorkerError(f"{call.role}.{call.method} was not run, because: {self._broken}")
+            call.error = self._because(f"{call.role}.{call.method} was not run, because: {self._broken}")
         elif call.ranks:
             self._await(call, begun_at=max(call.submitted_at, ready_at))
         call.settled = True
         call.previous = None
-        call.held = ()
-        self._over_fetched += sum(reply.over_fetched_bytes for reply in call.replies.values())
         ends = [reply.at for reply in call.replies.values()]
         call.seconds = max((reply.seconds for reply in call.replies.values()), default=0.0)
         call.finished_at = min(time.time(), max(ends, default=time.time()))
         if call is self._start:
             self._broken = self._broken or call.error
+        elif call.error is None and call.replies:
+            self._note_pace(call)
+
+    def _note_pace(self, call: Submission) -> None:
+        self._progress = f"{call.role}.{call.method}"
+        behind = self._pace.took(call.method, {rank: reply.seconds for rank, reply in call.replies.items()})
+        if behind is not None:
+            rank, seconds, others_s = behind
+            log.warning(
+                "straggler: %s took %.1f s for %s.%s, the others %.1f s (median); shown once",
+                self.who(rank), seconds, call.role, call.method, others_s,
+            )  # fmt: skip
 
     def _await(self, call: Submission, *, begun_at: float) -> None:
-        stall_at = begun_at + STALL_SHARE * call.deadline_s
+        stall_at = begun_at + self._pace.stalls_after_s(call.method, call.deadline_s)
         while call.missing and not call.failures:
             now = time.time()
             left_s = begun_at + call.deadline_s - now
@@ -275,23 +253,32 @@ class LaneGroup:
                 return
             if now >= stall_at:
                 stall_at = float("inf")
-                self._report_stall(call)
+                self._report_stall(call, now - begun_at)
             elsewhere = health.death_elsewhere(self)
             if elsewhere is not None:
-                self._broken = call.error = WorkerError(f"{call.role}.{call.method} given up, because {elsewhere}")
+                self._broken = call.error = LostError(f"{call.role}.{call.method} given up, because {elsewhere}")
                 return
         if call.failures:
             self._fail(call)
 
     def _fail(self, call: Submission) -> None:
-        grace_until = time.time() + GRACE_S
-        while call.missing and (left_s := grace_until - time.time()) > 0:
-            call.replies |= self._lanes.receive(call.number, left_s)
+        failed_at = time.time()
+        while call.missing:
+            grace_s = PEER_GRACE_S if all(map(_lost_a_peer, call.failures)) else GRACE_S
+            if (left_s := failed_at + grace_s - time.time()) <= 0:
+                break
+            call.replies |= self._lanes.receive(call.number, min(left_s, POLL_S))
         first, *others = sorted(call.failures, key=_precedence)
-        call.error = WorkerError(self._failure_text(call, first, others))
+        kind = LostError if first.died or _lost_a_peer(first) else WorkerError
+        call.error = kind(self._failure_text(call, first, others))
         call.error.__cause__ = _original(first)
         if call.missing or any(failure.died for failure in call.failures):
             self._broken = call.error
+
+    def _because(self, text: str) -> Exception:
+        """An error that follows from the one that broke the group, of its kind."""
+        kinds = (LostError, DeadlineError)
+        return next((kind(text) for kind in kinds if isinstance(self._broken, kind)), WorkerError(text))
 
     # ----------------------------------------------------------------------------------------------------- text
 
@@ -327,19 +314,29 @@ class LaneGroup:
         return text
 
     def _keep_stacks(self, stacks: Mapping[int, str]) -> None:
-        folder = self._settings.stack_folder
-        if folder is None:
+        if self._stack_folder is None:
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        self._stack_folder.mkdir(parents=True, exist_ok=True)
         for rank, stack in stacks.items():
-            (folder / f"stacks_{self.name}_rank{rank}.txt").write_text(stack)
+            (self._stack_folder / f"stacks_{self.name}_rank{rank}.txt").write_text(stack)
 
-    def _report_stall(self, call: Submission) -> None:
-        late = ", ".join(self.who(rank) for rank in call.missing)
-        log.warning(
-            "%s.%s has used %.0f %% of its deadline of %g s; waiting for %s",
-            call.role, call.method, 100 * STALL_SHARE, call.deadline_s, late,
-        )  # fmt: skip
+    def _report_stall(self, call: Submission, seconds: float) -> None:
+        usual = self._pace.usual_s(call.method)
+        known = "" if usual is None else f", usually {usual:.1f} s"
+        answered = [str(rank) for rank in call.ranks if rank in call.replies]
+        places = {rank: stands_at(s) for rank, s in self._lanes.control("dump_stacks", call.missing, STACKS_S).items()}
+        silent = [rank for rank in call.missing if rank not in places]
+        working = [rank for rank, (_, waits) in places.items() if not waits]
+        suspects = silent or (working if len(working) < len(call.missing) or answered else [])
+        lines = [
+            f"{call.role}.{call.method} runs for {seconds:.0f} s{known} (deadline {call.deadline_s:g} s)",
+            f"  last progress: {self._progress or 'the start'}; answered: {', '.join(answered) or 'no rank'}",
+            f"  suspected: {', '.join(self.who(rank) for rank in suspects) or 'no single rank'}",
+        ]
+        for rank in call.missing:
+            where, waits = places.get(rank, ("no answer on its control lane: stopped, or no processor time", False))
+            lines.append(f"  {self.who(rank)}{' waits for its peers' if waits else ''}: {where}")
+        log.warning("\n".join(lines))
 
 
 class _Call(Pending[Any]):
@@ -370,8 +367,13 @@ class _Call(Pending[Any]):
 
 
 def _precedence(failure: Failure) -> tuple[bool, bool, float]:
+    return not failure.died, _lost_a_peer(failure), failure.at
+
+
+def _lost_a_peer(failure: Failure) -> bool:
+    """Whether a rank failed because another one went away."""
     text = f"{failure.kind} {failure.message}".lower()
-    return not failure.died, any(sign in text for sign in PEER_SIGNS), failure.at
+    return not failure.died and any(sign in text for sign in PEER_SIGNS)
 
 
 def _original(failure: Failure) -> BaseException | None:

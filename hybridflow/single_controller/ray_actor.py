@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import ray
 
 from hybridflow.dispatch.group import Mailbox
+from hybridflow.single_controller.oom import OomKills, oom_kills
 from hybridflow.utils.optional import load
 
 T = TypeVar("T")
@@ -21,7 +22,6 @@ CONTROL = "control"
 """Name of the concurrency group that answers while a call runs."""
 _HOST = "hybridflow.single_controller.host"
 _WIRE = "hybridflow.single_controller.wire"
-_STORE = "hybridflow.single_controller.ray_store:RayStore"
 
 
 class RankActor:
@@ -50,15 +50,19 @@ class RankActor:
         self._store, meeting = self._work(load(f"{_HOST}:open_store"), address, ports, timeout_s)
         return meeting
 
-    def start(self, packed: bytes, meeting: Any, backend: str, timeout_s: float) -> tuple[bytes, list[Any]]:
-        """Opens the world and builds the workers; a packed ``Reply``, as ``work`` gives it."""
-        return self._work(self._start, packed, meeting, backend, timeout_s), []
+    def start(self, packed: bytes, meeting: Any, backend: str, timeout_s: float) -> bytes:
+        """Opens the world and builds the workers; a packed ``Reply``."""
+        return self._work(self._start, packed, meeting, backend, timeout_s)
 
     def _start(self, packed: bytes, meeting: Any, backend: str, timeout_s: float) -> bytes:
         context, specs = load(f"{_WIRE}:unpack")(packed)
         context.mailbox = self._mailbox
-        self._host = load(f"{_HOST}:Host")(context, specs, load(_STORE))
+        self._host = load(f"{_HOST}:Host")(context, specs)
         load("torch:set_num_threads")(int(os.environ["OMP_NUM_THREADS"]))
+        # Left alone, gloo takes the interface of the host's name, on many machines a loopback address.
+        interface = load(f"{_HOST}:interface_of")(ray.util.get_node_ip_address())
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
         def open_ranks() -> None:
             store = self._store if context.rank == 0 else load(f"{_HOST}:join_store")(meeting, timeout_s)
@@ -68,12 +72,9 @@ class RankActor:
 
         return load(f"{_WIRE}:pack")(self._host.start(open_ranks))
 
-    def work(
-        self, role: str, method: str, wanted: bool, payload: bytes, references: list[Any]
-    ) -> tuple[bytes, list[Any]]:
-        """Carries out one call; a packed ``Reply`` and the Ray references that belong to it, so that Ray sees them."""
-        packed = self._work(self._host.answer, role, method, payload, wanted=wanted, beside=references)
-        return packed, references
+    def work(self, role: str, method: str, wanted: bool, payload: bytes) -> bytes:
+        """Carries out one call; a packed ``Reply``."""
+        return self._work(self._host.answer, role, method, payload, wanted=wanted)
 
     def close(self) -> None:
         """Closes the workers."""
@@ -82,10 +83,11 @@ class RankActor:
     # ---------------------------------------------------------------------------------------------- control lane
 
     @ray.method(concurrency_group=CONTROL)
-    def place(self) -> tuple[str, int, str]:
-        """Node, pid and path of the error log of this process."""
+    def place(self) -> tuple[str, str, int, str, OomKills]:
+        """Host, Ray's id of the node, pid and path of the error log of this process; and the kernel's counters."""
         log = Path("/proc/self/fd/2").resolve()
-        return socket.gethostname(), os.getpid(), str(log) if log.is_file() else ""
+        node_id = ray.get_runtime_context().get_node_id()
+        return socket.gethostname(), node_id, os.getpid(), str(log) if log.is_file() else "", oom_kills()
 
     @ray.method(concurrency_group=CONTROL)
     def stay(self) -> None:

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from hybridflow.single_controller.cluster import SLOT
-from hybridflow.utils.errors import ConfigError, MachineError, StateError
+from hybridflow.utils.errors import ConfigError, ShortageError, StateError
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class ResourcePool:
 
         Raises:
             StateError: another group holds them; roles that share a pool belong into one group.
-            MachineError: they do not fit; says what is needed and what each node has.
+            ShortageError: they do not fit; says what is needed and what each node has.
         """
         if self._occupant is not None:
             raise StateError(
@@ -104,14 +104,14 @@ class ResourcePool:
     def _reserve_counted(self, resource: str, takes: Mapping[str, Any]) -> list[Slot]:
         totals = {node["NodeID"]: int(node["Resources"].get(resource, 0)) for node in _nodes()}
         if not _fits(self.slots_per_node, totals.values()):
-            raise MachineError(self._shortage(resource, "can never fit"))
+            raise ShortageError(self._shortage(resource, "can never fit"))
         groups = [placement_group([{resource: 1}] * slots, strategy="STRICT_PACK") for slots in self.slots_per_node]
         self._groups += groups
         for group in groups:
             if not group.wait(self._fit_timeout_s / len(groups)):
                 text = self._shortage(resource, f"did not become free within {self._fit_timeout_s:g} s")
                 self.release()
-                raise MachineError(text)
+                raise ShortageError(text)
         homes = [placement_group_table(group)["bundles_to_node_id"][0] for group in groups]
         strategies = [
             [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(slots)]

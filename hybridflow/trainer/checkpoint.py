@@ -148,6 +148,15 @@ class CheckpointStore:
         """
         self._begun_at = step
 
+    @property
+    def last_own(self) -> int:
+        """The last step that this very store completed; 0: none."""
+        return max(self._own, default=0)
+
+    def newest_own(self) -> Checkpoint | None:
+        """The newest complete checkpoint that this very store made; None where there is none."""
+        return self._newest(self._own.intersection(self._steps()), [])
+
     def newest(self) -> Checkpoint | None:
         """The newest complete checkpoint; damaged ones are skipped with a warning that says what is wrong.
 
@@ -155,6 +164,10 @@ class CheckpointStore:
         """
         here = self._steps()
         there = [] if self._remote is None else _numbers(self._remote.complete(last=MANIFEST))
+        return self._newest(here, there)
+
+    def _newest(self, here: Iterable[int], there: Iterable[int]) -> Checkpoint | None:
+        here = set(here)
         for step in sorted({*here, *there}, reverse=True):
             folder = self._folder(step)
             if step not in here:

@@ -99,12 +99,14 @@ class ConsoleTracker:
 class StartUp:
     """How long each phase of the start took, from the start of the process on.
 
-    The first row, ``python and imports``, is the time from process start to this object.
+    The first row, ``python and imports``, is the time from process start to this object; a restart has none.
     """
 
-    def __init__(self) -> None:
-        born = psutil.Process(os.getpid()).create_time()
-        self.seconds: dict[str, float] = {"python and imports": max(0.0, time.time() - born)}
+    def __init__(self, *, restart: bool = False) -> None:
+        self.seconds: dict[str, float] = {}
+        if not restart:
+            born = psutil.Process(os.getpid()).create_time()
+            self.seconds["python and imports"] = max(0.0, time.time() - born)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

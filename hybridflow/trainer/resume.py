@@ -1,4 +1,4 @@
-"""What changed between the configuration of a checkpoint and that of the run that goes on from it."""
+"""Where a run keeps its checkpoints, and what changed between one's configuration and that of the run that goes on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 import hybridflow
 from hybridflow.config.root import PPOConfig
+from hybridflow.trainer.checkpoint import CheckpointStore, Retention
+from hybridflow.trainer.remote import RemoteFolder
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +25,9 @@ Weight = Literal["changes the run", "other rounding only", "no effect on results
 
 _OF_TRAINER = (
     *("project_name", "experiment_name", "default_local_dir", "logger", "total_epochs", "total_training_steps"),
-    *("save_freq", "test_freq", "val_*", "resume_*", "max_*", "keep_every", "best_metric", "checkpoint_copy"),
-    *("save_failure", "log_val_generations", "*_data_dir", "timeouts.*", "dry_run", "strict", "profile_steps"),
+    *("save_freq", "test_freq", "val_*", "resume_*", "max_*", "restart_*", "keep_every", "best_metric"),
+    *("checkpoint_copy", "save_failure", "log_val_generations", "*_data_dir", "timeouts.*"),
+    *("dry_run", "strict", "profile_steps"),
     "threads_per_worker",
 )
 NO_EFFECT = (
@@ -34,6 +38,7 @@ NO_EFFECT = (
     "*.val_kwargs.*",
     "data.val_*",
     "data.generated_val_size",
+    "data.dataloader_num_workers",
 )
 """Keys that do not reach a training step; validation leaves no state."""
 ROUNDING = (
@@ -97,16 +102,30 @@ def tell_changes(before: Mapping[str, Any], config: PPOConfig) -> None:
     logger.log(level, "%d keys differ from those of the checkpoint, %s:\n%s", len(found), told, "\n".join(lines))
 
 
-def about_run(config: PPOConfig) -> dict[str, Any]:
-    """Versions and layout, for the manifest of a checkpoint."""
+def checkpoint_store(config: PPOConfig) -> CheckpointStore:
+    """Where the checkpoints of a run go and which of them stay; versions and layout are in every manifest."""
     settings = config.trainer
-    return {
-        "versions": {
-            "hybridflow": hybridflow.__version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
+    return CheckpointStore(
+        Path(settings.default_local_dir),
+        Retention(
+            newest=settings.max_actor_ckpt_to_keep,
+            every=settings.keep_every,
+            best=settings.best_metric is not None,
+        ),
+        {
+            "versions": versions(),
+            "layout": {"nnodes": settings.nnodes, "n_gpus_per_node": settings.n_gpus_per_node},
         },
-        "layout": {"nnodes": settings.nnodes, "n_gpus_per_node": settings.n_gpus_per_node},
+        None if settings.checkpoint_copy is None else RemoteFolder(settings.checkpoint_copy),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the bits of a run."""
+    return {
+        "hybridflow": hybridflow.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
     }
 
 

@@ -18,10 +18,9 @@ from hybridflow.algorithms.kl import KLController
 from hybridflow.batch.batch import Batch
 from hybridflow.config.root import PPOConfig
 from hybridflow.roles.protocols import Roles
-from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore, Retention
+from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.trainer.metrics import batch_metrics
-from hybridflow.trainer.remote import RemoteFolder
-from hybridflow.trainer.resume import about_run, plain_config, tell_changes, tell_versions
+from hybridflow.trainer.resume import plain_config, tell_changes, tell_versions, versions
 from hybridflow.trainer.saving import Saver
 from hybridflow.trainer.tracking import Tracker, clean_name
 from hybridflow.trainer.validate import validate
@@ -75,10 +74,10 @@ class Run:
         validation: batches of held-out prompts, made anew each time.
         kl: coefficient of the KL in the reward.
         tracker: where metrics go.
+        store: where checkpoints go; what it has made itself is gone on from first (a restart).
         total_steps: trainer steps.
         bytes_moved: payload bytes through the driver since the last call.
-        bytes_over_fetched: bytes that ranks read beyond their own rows since the last call.
-        offer: puts the wide columns of prompts where ranks can fetch them.
+        stragglers: by method, the slowest rank's time over the median since the last call.
         stop_asked: whether the run should save and end after the step that runs.
     """
 
@@ -91,10 +90,10 @@ class Run:
         validation: Callable[[], Iterable[Batch]],
         kl: KLController,
         tracker: Tracker,
+        store: CheckpointStore,
         total_steps: int,
         bytes_moved: Callable[[], int],
-        bytes_over_fetched: Callable[[], int],
-        offer: Callable[[Batch], Batch],
+        stragglers: Callable[[], Mapping[str, float]],
         stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
@@ -107,27 +106,16 @@ class Run:
         self._validation = validation
         self._tracker = tracker
         self._bytes_moved = bytes_moved
-        self._bytes_over_fetched = bytes_over_fetched
-        self._offer = offer
+        self._stragglers = stragglers
         self._stop_asked = stop_asked
         self.interrupted = False
         """Whether the run ended before its last step because it was asked to."""
-        settings = config.trainer
-        self._store = CheckpointStore(
-            Path(settings.default_local_dir),
-            Retention(
-                newest=settings.max_actor_ckpt_to_keep,
-                every=settings.keep_every,
-                best=settings.best_metric is not None,
-            ),
-            about_run(config),
-            None if settings.checkpoint_copy is None else RemoteFolder(settings.checkpoint_copy),
-        )
+        self._store = store
         self._saver = Saver(
             self._store,
             roles.checkpointed,
             overlaps=_saves_in_background(config),
-            goes_on=settings.save_failure == "warn",
+            goes_on=config.trainer.save_failure == "warn",
         )
         self._metrics: dict[str, float] = {}
         self._watch = Stopwatch()
@@ -141,7 +129,7 @@ class Run:
 
     def next_prompts(self, n: int) -> Batch:
         """The next prompts, each ``n`` times next to itself, with ``sample_index`` 0..n-1."""
-        rows = self._offer(self._prompts.next_batch()).repeat(n)
+        rows = self._prompts.next_batch().repeat(n)
         return rows.with_columns(sample_index=torch.arange(len(rows)) % n)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -167,17 +155,13 @@ class Run:
     def step(self, step: int) -> Iterator[None]:
         """Collects the metrics of one step."""
         self._metrics = {"training/global_step": float(step), "training/epoch": float(self._prompts.epoch)}
-        self._watch.take()  # what came between two steps belongs to neither
+        self._metrics |= self._watch.take()  # what came after the last line: its checkpoint
         self._bytes_moved()
-        self._bytes_over_fetched()
+        self._stragglers()
         with self.phase("step"):
             yield
-        self.record(
-            {
-                "perf/driver_bytes": float(self._bytes_moved()),
-                "perf/over_fetch_bytes": float(self._bytes_over_fetched()),
-            }
-        )
+        self.record({"perf/driver_bytes": float(self._bytes_moved())})
+        self.record({f"perf/straggler/{method}": ratio for method, ratio in self._stragglers().items()})
 
     def before(self, done: int) -> None:
         """Validates before the first step, unless the run goes on from a checkpoint."""
@@ -202,7 +186,7 @@ class Run:
         """Validates, logs and saves, each on its own cadence; the last step validates and (if asked at all) saves.
 
         The line of a step is written before its checkpoint: a run that dies between the two does the step again, and
-        the line is replaced; the other way round it would be lost. What the checkpoint took is added to it.
+        the line is replaced; the other way round it would be lost.
         """
         settings = self.config.trainer
         last = step == self.total_steps
@@ -213,7 +197,6 @@ class Run:
         if settings.save_freq > 0 and (last or _due(step, settings.save_freq)):
             with self.phase("save_checkpoint"):
                 self._save(step)
-            self._tracker.log(step, self._watch.take())
 
     def end(self) -> None:
         """Waits for the last checkpoint and closes the trackers."""
@@ -233,7 +216,7 @@ class Run:
         self._store.go_on_from(found.step)
         state = found.state()
         tell_changes(state["config"], self.config)
-        tell_versions(found.about()["versions"], about_run(self.config)["versions"])
+        tell_versions(found.about()["versions"], versions())
         self._saver.load(found)
         self._prompts.load_state_dict(state["prompts"])
         self.kl.load_state_dict(state["kl"])
@@ -246,6 +229,8 @@ class Run:
 
     def _find_checkpoint(self) -> Checkpoint | None:
         settings = self.config.trainer
+        if (own := self._store.newest_own()) is not None:
+            return own
         if settings.resume_mode == "disable":
             return None
         if settings.resume_mode == "auto":
@@ -271,7 +256,7 @@ class Run:
             return
         sampling = self.config.actor_rollout_ref.rollout.val_kwargs
         with self.phase("testing"):
-            found = validate(self._roles, map(self._offer, self._validation()), sampling, step=step)
+            found = validate(self._roles, self._validation(), sampling, step=step)
         self._validated_at = step
         self.record(found.metrics)
         self.last_validation = found.metrics

@@ -19,6 +19,10 @@ class MachineError(HybridFlowError, RuntimeError):
     """This machine (or cluster) lacks what the configuration asks for: devices, files, ports, packages."""
 
 
+class ShortageError(MachineError):
+    """The cluster lacks slots that a pool asks for; a node that comes back may bring them."""
+
+
 class ColumnError(HybridFlowError, KeyError):
     """A batch column is missing, duplicated with other values, or has another shape than its table entry."""
 
@@ -36,6 +40,10 @@ class StateError(HybridFlowError, RuntimeError):
 
 class WorkerError(HybridFlowError, RuntimeError):
     """A worker raised or died; names role, rank, node and method, and carries the worker's traceback as text."""
+
+
+class LostError(WorkerError):
+    """A worker's process or node is gone; the call that noticed it says which, where and why."""
 
 
 class DeadlineError(HybridFlowError, TimeoutError):

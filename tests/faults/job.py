@@ -9,29 +9,44 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hybridflow.cli.ppo import main
 from hybridflow.trainer.run import Run
 from tests.jobs import SMALL
 
 
-def start_job(folder: Path, options: dict[str, Any], *, die_after: int = 0) -> subprocess.Popen[str]:
-    """The small job of ``tests/jobs.py`` with ``options``, as the leader of a process group."""
+def start_job(
+    folder: Path,
+    options: dict[str, Any],
+    *,
+    die_after: int = 0,
+    enter: Sequence[str] = (),
+    output: IO[str] | int = subprocess.PIPE,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[str]:
+    """The small job of ``tests/jobs.py`` with ``options``, as the leader of a process group.
+
+    ``enter``: words in front of the command (a network namespace); ``output``: where its output
+    goes; ``environment``: further variables.
+    """
     chosen = {**SMALL, "trainer.default_local_dir": folder, **options}
-    words = [f"{key}={_word(value)}" for key, value in chosen.items()]
+    words = [f"{key}={word(value)}" for key, value in chosen.items()]
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.job", str(die_after), *words],
-        stdout=subprocess.PIPE,
+        [*enter, sys.executable, "-m", "tests.faults.job", str(die_after), *words],
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env={**os.environ, **(environment or {})},
         cwd=Path(__file__).parents[2],
     )
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
+    """``value`` as it is typed behind ``key=``."""
     return "[" + ",".join(map(str, value)) + "]" if isinstance(value, list) else str(value)
 
 

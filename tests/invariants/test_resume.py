@@ -59,7 +59,15 @@ ASYNC: dict[str, Any] = {
     "critic.checkpoint.async_save": True,
 }
 TWO_RANKS: dict[str, Any] = {"trainer.n_gpus_per_node": 2}
-MEASURED = ("timing_s/", "residency/", "perf/max_memory", "perf/mfu", "perf/tokens_per_second", "perf/throughput")
+MEASURED = (
+    "timing_s/",
+    "residency/",
+    "perf/straggler",
+    "perf/max_memory",
+    "perf/mfu",
+    "perf/tokens_per_second",
+    "perf/throughput",
+)
 
 
 class Died(BaseException):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -97,42 +98,27 @@ class Echo:
             time.sleep(seconds)
 
     @register(dispatch="ONE_TO_ALL")
+    def hog(self, *, rank: int, cgroup: str) -> None:
+        """Takes more memory than its cgroup may have, while the others wait for it."""
+        if self.context.rank == rank:
+            with open(f"{cgroup}/cgroup.procs", "w") as file:
+                file.write(str(os.getpid()))
+            torch.ones(1 << 30)
+        dist.barrier()
+
+    @register(dispatch="ONE_TO_ALL")
+    def crash(self, *, rank: int) -> None:
+        """Reads from address 0, while the others wait for it."""
+        if self.context.rank == rank:
+            ctypes.string_at(0)
+        dist.barrier()
+
+    @register(dispatch="ONE_TO_ALL")
     def kill_self(self, *, rank: int) -> None:
         """kill -9 on itself, while the others wait for it."""
         if self.context.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
-
-
-class Wide:
-    """Makes wide columns and reads them."""
-
-    def __init__(self, context: RankContext) -> None:
-        self.rank = context.rank
-
-    @register(dispatch="DP_COMPUTE", reads=("x",), writes=("wide", "other"))
-    def make(self, batch: Batch) -> Batch:
-        """``wide``, ``[b, 100 + rank]``: x in every place."""
-        wide = batch["x"][:, None].repeat(1, 100 + self.rank)
-        return Batch({"wide": wide, "other": -wide.double(), "maker": torch.full((len(batch),), self.rank)})
-
-    @register(dispatch="DP_COMPUTE", reads=("wide",), writes=("total",))
-    def add_up(self, batch: Batch) -> Batch:
-        """Sums of ``wide``, ``[b]``."""
-        return Batch({"total": (batch["wide"] * batch["valid"][:, None]).sum(1)})
-
-    @register(dispatch="ONE_TO_ALL")
-    def owned(self) -> int:
-        """Objects that this process keeps in Ray's store."""
-        import ray
-
-        return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
-
-    @register(dispatch="ONE_TO_ALL")
-    def kill_self(self, *, rank: int) -> None:
-        """kill -9 on itself."""
-        if self.rank == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Sibling:
@@ -202,3 +188,24 @@ class Rows:
     def counts(self) -> int:
         """Rows of the last call."""
         return self.rows
+
+
+class Server:
+    """A generator that must hold weights of a version before it serves."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.version: int | None = None
+
+    @register(dispatch="ONE_TO_ALL")
+    def hold(self, version: int) -> int:
+        """Takes weights; the pid of this rank."""
+        self.version = version
+        return os.getpid()
+
+    @register(dispatch="MESH_3D", reads=("x",), writes=("y",))
+    def serve(self, batch: Batch, *, seconds: float = 0.0) -> Batch:
+        """y = 1000 * version + x."""
+        if self.version is None:
+            raise ConfigError("asked to serve without weights")
+        time.sleep(seconds)
+        return Batch({"y": 1000 * self.version + batch["x"]})

@@ -1,0 +1,163 @@
+"""What watching costs: the watchdog and deadlines, and a checkpoint behind every step, on the default job.
+
+    python benchmarks/reliability.py [--steps 10] [--out benchmarks/results] [KEY=VALUE ...]
+
+Watchdog and deadlines: the job runs with a clock around everything that the driver does only to notice deaths, stalls,
+stragglers and deadlines; the sum over the time of the steps is the share. (Two runs with and without it would differ by
+more than it: steps of one job vary by several percent.) Checkpoints: the same job without and with ``save_freq=1`` and
+``async_save``; what a step takes is its own time and what it waited for its checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM = 2
+"""First steps, which are left out."""
+SAVING = (
+    "trainer.save_freq=1",
+    "actor_rollout_ref.actor.checkpoint.async_save=True",
+    "trainer.max_actor_ckpt_to_keep=2",
+)
+CLOCK = "watching.json"
+
+
+@dataclass
+class Clock:
+    """Seconds inside watched functions, nested ones once."""
+
+    seconds: float = 0.0
+    calls: int = 0
+    depth: int = 0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.depth += 1
+            begun = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.depth -= 1
+                if self.depth == 0:
+                    self.seconds += time.perf_counter() - begun
+                    self.calls += 1
+
+        return timed
+
+
+@contextmanager
+def watched(clock: Clock) -> Iterator[None]:
+    """Puts the clock around what only watching needs."""
+    from hybridflow.single_controller import health, lanes, pace, ray_group
+    from hybridflow.trainer.run import Run
+
+    health.death_elsewhere = clock.around(health.death_elsewhere)
+    lanes.LaneGroup._note_pace = clock.around(lanes.LaneGroup._note_pace)
+    lanes.LaneGroup.stragglers = clock.around(lanes.LaneGroup.stragglers)
+    pace.Pace.stalls_after_s = clock.around(pace.Pace.stalls_after_s)
+    ray_group._Actors.deaths = clock.around(ray_group._Actors.deaths)
+    fit_begun: list[float] = []
+    step = Run.step
+
+    @contextmanager
+    def counting(run: Run, number: int) -> Iterator[None]:
+        if number == WARM + 1:
+            clock.seconds, clock.calls = 0.0, 0
+            fit_begun.append(time.perf_counter())
+        with step(run, number):
+            yield
+        if number == run.total_steps:
+            seconds = time.perf_counter() - fit_begun[0]
+            steps = number - WARM
+            found = {"seconds": clock.seconds, "calls": clock.calls / steps, "share": clock.seconds / seconds}
+            (Path(run.config.trainer.default_local_dir) / CLOCK).write_text(json.dumps(found))
+
+    Run.step = counting
+    yield
+
+
+def job(folder: Path, steps: int, *extra: str) -> list[dict[str, Any]]:
+    """Lines of the measured steps of the default job, in a process of its own."""
+    common = (f"trainer.total_training_steps={steps}", "trainer.val_before_train=False", "trainer.logger=[jsonl]")
+    command = [sys.executable, str(Path(__file__)), "--inside", *common, f"trainer.default_local_dir={folder}", *extra]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode != 0:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["step"] > WARM]
+
+
+def seconds_of(rows: list[dict[str, Any]]) -> list[float]:
+    """What each step took, with the wait for the checkpoint behind it (which stands in the line of the next step)."""
+    waits = [row.get("timing_s/save_checkpoint", 0.0) for row in rows[1:]]
+    return [row["timing_s/step"] + wait for row, wait in zip(rows[:-1], waits, strict=True)]
+
+
+def _listed(seconds: list[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in seconds) + " s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    asked, extra = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        plain = job(Path(temporary) / "plain", asked.steps, *extra)
+        watching = json.loads((Path(temporary) / "plain" / CLOCK).read_text())
+        saving = job(Path(temporary) / "saving", asked.steps, *SAVING, *extra)
+    without, with_saves = seconds_of(plain), seconds_of(saving)
+    waits = [row.get("timing_s/save_checkpoint", 0.0) for row in saving]
+    added = statistics.median(with_saves) - statistics.median(without)
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
+    share, looks = 100 * watching["share"], watching["calls"]
+    text = f"""# What watching and saving cost
+
+- Command: `python benchmarks/reliability.py --steps {asked.steps} {" ".join(extra)}`; commit {commit}
+- Machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()},
+  OMP_NUM_THREADS={os.environ.get("OMP_NUM_THREADS", "unset")}; load before: {os.getloadavg()[0]:.1f}
+- The default job (GRPO, one FSDP2 worker, vLLM rollout, Ray), steps {WARM + 1} to {asked.steps}.
+
+| | measured | asked for |
+|---|---|---|
+| watchdog and deadlines, share of a step | {share:.3f} % ({looks:.0f} looks a step) | at most 1 % |
+| median step without checkpoints | {statistics.median(without):.3f} s | |
+| median step with an async checkpoint behind each | {statistics.median(with_saves):.3f} s | |
+| added by it | {added:+.3f} s | at most 0.3 s |
+| of it waited for | {statistics.median(waits):.3f} s | |
+
+Steps without: {_listed(without)}; with: {_listed(with_saves)}.
+"""
+    path = asked.out / f"{date.today()}_reliability.md"
+    path.write_text(text)
+    print(text, path, sep="\n")
+
+
+def inside() -> int:
+    """The job itself, watched."""
+    from hybridflow.cli.ppo import main as main_ppo
+
+    with watched(Clock()):
+        return main_ppo(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--inside"]:
+        raise SystemExit(inside())
+    main()

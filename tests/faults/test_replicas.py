@@ -1,0 +1,112 @@
+"""A replica of a generator that is killed: started again, given its weights, and its rows are done again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from hybridflow.batch.batch import Batch
+from hybridflow.dispatch.group import WorkerGroup, WorkerSpec
+from hybridflow.single_controller import health
+from hybridflow.single_controller.local_group import LocalGroup
+from hybridflow.single_controller.replicas import ReplicaGroup
+from hybridflow.utils.errors import LostError, WorkerError
+from tests import ranks
+from tests.unit.single_controller.contract import SPECS, WORKERS
+
+assert ranks  # the session's preloads
+SPEC = (WorkerSpec(role="server", target=f"{WORKERS}:Server"),)
+ROWS = Batch({"x": torch.arange(7)})
+Open = Callable[..., ReplicaGroup]
+
+
+@pytest.fixture
+def open_replicas() -> Iterator[Open]:
+    opened = []
+
+    def give(welcome: Callable[[WorkerGroup], None] | None = None) -> ReplicaGroup:
+        group = ReplicaGroup(
+            lambda number: LocalGroup(2, SPEC, preload=(), name=f"replica{number}"),
+            2,
+            welcome=welcome or (lambda replica: replica.call("server", "hold", 3).wait()),
+            restarts=2,
+        )
+        opened.append(group)
+        group.wait_ready()
+        return group
+
+    yield give
+    for group in opened:
+        group.shutdown()
+
+
+def pids(group: ReplicaGroup) -> list[list[int]]:
+    """Of the ranks by replica, which hold version 3 from here on."""
+    return group.call("server", "hold", 3).wait()
+
+
+def kill_later(pid: int, seconds: float = 0.4) -> None:
+    threading.Timer(seconds, os.kill, (pid, signal.SIGKILL)).start()
+
+
+def test_rows_come_in_their_order_from_any_number_of_replicas(open_replicas):
+    group = open_replicas()
+    assert len({pid for replica in pids(group) for pid in replica}) == 4 == group.world
+    assert group.call("server", "serve", ROWS).wait()["y"].tolist() == [3000 + i for i in range(7)]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_replica_killed_while_it_serves_is_replaced_and_its_rows_are_done_again(open_replicas, victim):
+    group = open_replicas()
+    before = pids(group)
+    kill_later(before[victim][1])
+    begun = time.monotonic()
+    served = group.call("server", "serve", ROWS, seconds=1.5).wait()
+    assert served["y"].tolist() == [3000 + i for i in range(7)], "the new replica holds the current version"
+    assert time.monotonic() - begun < 30
+    assert group.restarted == 1
+    assert health.wait_gone(before[victim], timeout_s=0.0) == []
+    after = pids(group)
+    assert after[1 - victim] == before[1 - victim], "the other replica was left alone"
+    assert not set(after[victim]) & set(before[victim])
+
+
+def test_a_wait_on_another_group_does_not_notice_what_is_made_good(open_replicas):
+    group = open_replicas()
+    trainer = LocalGroup(2, SPECS, preload=())
+    try:
+        trainer.wait_ready()
+        kill_later(pids(group)[0][0])
+        trainer.call("echo", "doze", seconds=1.5).wait()
+    finally:
+        trainer.shutdown()
+    assert group.call("server", "serve", ROWS).wait()["y"].tolist() == [3000 + i for i in range(7)]
+    assert group.restarted == 1
+
+
+def test_a_replica_that_dies_as_soon_as_it_is_back_uses_up_the_restarts(open_replicas):
+    def deadly(replica: WorkerGroup) -> None:
+        (pid, _) = replica.call("server", "hold", 3).wait()
+        os.kill(pid, signal.SIGKILL)
+        replica.call("server", "hold", 3).wait()
+
+    group = open_replicas(welcome=deadly)
+    kill_later(pids(group)[0][0], 0.0)
+    time.sleep(0.5)
+    with pytest.raises(LostError, match=r"replica 0 of group 'replicas' died and no restart is left: .*rank 0 of 2"):
+        group.call("server", "serve", ROWS).wait()
+    assert group.restarted == 2
+
+
+def test_what_a_replica_raises_is_raised_and_nothing_is_restarted(open_replicas):
+    group = open_replicas()
+    with pytest.raises(WorkerError, match="asked to serve without weights") as got:
+        group.call("server", "serve", ROWS).wait()
+    assert not isinstance(got.value, LostError)
+    assert group.restarted == 0
