@@ -30,6 +30,7 @@ from hybridflow.trainer.checkpoint import CheckpointStore
 from tests.faults.job import start_job
 from tests.faults.nodes import Nodes, two_nodes
 from tests.invariants.test_resume import lines, tensors
+from tests.jobs import run_job
 
 PROMPTS, BATCH, SAMPLES = 24, 4, 2
 """Of the data set, of a step, of a prompt: an epoch is six steps."""
@@ -53,8 +54,8 @@ def job_options(orders: Path, steps: int) -> dict[str, Any]:
         "actor_rollout_ref.actor.optim.lr": 2e-4,
         "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
         "actor_rollout_ref.actor.checkpoint.async_save": True,
-        "reward.custom_reward_function.path": Path(__file__).with_name("chaos_reward.py"),
-        "reward.custom_reward_function.reward_kwargs": f"{{orders: {orders}}}",
+        "reward.custom_reward_function.path": str(Path(__file__).with_name("chaos_reward.py")),
+        "reward.custom_reward_function.reward_kwargs": {"orders": str(orders)},
         "reward.timeout_s": 600,
         "reward.max_failed_share": 0.0,
         "trainer.timeouts.reward_s": REWARD_DEADLINE_S,
@@ -322,12 +323,9 @@ def assert_every_prompt_once(samples: Path, steps: int) -> dict[int, Counter[str
 
 
 def undisturbed(folder: Path, steps: int) -> None:
-    """The same job, alone."""
+    """The same job, alone; with the threads of this process, which must be one."""
     options = job_options(folder / "no_orders", steps)
-    options["trainer.rollout_data_dir"] = folder / "whole" / "samples"
-    job = start_job(folder / "whole", options)
-    output = job.communicate(timeout=400)[0]
-    assert job.returncode == 0, output
+    run_job(folder / "whole", **options | {"trainer.rollout_data_dir": str(folder / "whole" / "samples")})
 
 
 def compare(folder: Path, steps: int) -> Mapping[str, int]:

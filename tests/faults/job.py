@@ -47,6 +47,8 @@ def start_job(
 
 def word(value: Any) -> str:
     """``value`` as it is typed behind ``key=``."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{entry}" for name, entry in value.items()) + "}"
     return "[" + ",".join(map(str, value)) + "]" if isinstance(value, list) else str(value)
 
 
