@@ -103,9 +103,8 @@ def job(folder: Path, steps: int, *extra: str) -> list[dict[str, Any]]:
 
 
 def seconds_of(rows: list[dict[str, Any]]) -> list[float]:
-    """What each step took, with the wait for the checkpoint behind it (which stands in the line of the next step)."""
-    waits = [row.get("timing_s/save_checkpoint", 0.0) for row in rows[1:]]
-    return [row["timing_s/step"] + wait for row, wait in zip(rows[:-1], waits, strict=True)]
+    """What each step took, with the wait for its checkpoint."""
+    return [row["timing_s/step"] + row.get("timing_s/save_checkpoint", 0.0) for row in rows]
 
 
 def _listed(seconds: list[float]) -> str:

@@ -302,20 +302,6 @@ NEEDS: dict[str, frozenset[str]] = {name: frozenset() for name in ADVANTAGES} | 
     "tir_optimal_token_baseline": frozenset({"old_log_probs", "old_entropy"}),
 }
 """Columns that an estimator reads beyond those of every step."""
-GROUP_BASELINES = frozenset(
-    {
-        "grpo",
-        "grpo_passk",
-        "rloo",
-        "reinforce_plus_plus_baseline",
-        "opo",
-        "gpg",
-        "gdpo",
-        "optimal_token_baseline",
-        "tir_optimal_token_baseline",
-    }
-)
-"""Estimators that learn nothing from one sample per prompt (``rollout.n=1`` is an error for them)."""
 
 
 def resolve(name: str) -> Estimator:

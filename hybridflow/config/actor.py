@@ -192,7 +192,7 @@ class RolloutConfig(Section):
     name: Annotated[str, OneOf(ROLLOUT_ENGINES)] = "vllm"
     """vllm or hf."""
     mode: Annotated[str, OneOf(ROLLOUT_MODES)] = "sync"
-    """Kept for existing scripts: sync and async mean the same, an engine loop that we step ourselves."""
+    """Kept for existing scripts: sync and async are the same loop of single-turn prompts; async gives a note."""
     n: PositiveInt = 8
     """Samples per prompt (G)."""
     do_sample: Annotated[bool, Only(True, "training samples; only val_kwargs may be greedy")] = True

@@ -30,7 +30,7 @@ GROUP_ESTIMATORS = frozenset(
         "tir_optimal_token_baseline",
     }
 )
-"""Estimators whose baseline is the other samples of the same prompt."""
+"""Estimators whose baseline is the other samples of the same prompt: they learn nothing from ``rollout.n=1``."""
 TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 """Estimators that read ``old_entropy``."""
 REWARD_ONLY_ESTIMATORS = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from hybridflow.config.choices import TRUNCATIONS
-from hybridflow.config.constraints import CountOrAll, NonNegativeInt, OneOf, Only, PositiveInt, Section
+from hybridflow.config.constraints import CountOrAll, OneOf, Only, PositiveInt, Section
 
 BUILTIN_TASK = "builtin:arithmetic"
 
@@ -53,7 +53,7 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = False
     """Whether over-long prompts are dropped (and counted) before training."""
     filter_overlong_prompts_workers: PositiveInt = 1
-    """Processes of that filter."""
+    """Processes that tokenise the prompts, all of them before the first step; 1: this one."""
     train_max_samples: CountOrAll = -1
     """First rows of the training set that are used; -1: all."""
     val_max_samples: CountOrAll = -1
@@ -68,7 +68,5 @@ class DataConfig(Section):
     """Rows drawn for a generated training source."""
     generated_val_size: PositiveInt = 256
     """Rows drawn for a generated validation source (held out from training)."""
-    dataloader_num_workers: NonNegativeInt = 0
-    """Threads that tokenise ahead."""
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
     """The user's own dataset class."""

@@ -166,6 +166,8 @@ def _data_and_run() -> Iterator[Rule]:
     yield renamed("data.tokenizer", f"{POLICY}.model.tokenizer_path")
     for name in ("return_raw_input_ids", "return_full_prompt"):
         yield taken(f"data.{name}", "token ids and the raw chat always travel with the row", (False,))
+    ahead = "all prompts are tokenised before the first step, by data.filter_overlong_prompts_workers processes"
+    yield taken("data.dataloader_num_workers", ahead, None)
     yield taken("data.validation_shuffle", "validation prompts keep their order", (False,))
     yield refused("data.tool_config_path", MULTI_TURN)
     yield refused("data.sampler.**", "use data.custom_cls for an order of your own")

@@ -15,7 +15,6 @@ from hybridflow.config.root import PPOConfig
 from hybridflow.config.tree import defaults_tree, leaf_names
 
 NOT_READ_YET = (
-    "data.dataloader_num_workers",
     "*.mixed_precision.buffer_dtype",
     "trainer.profile_steps",
 )

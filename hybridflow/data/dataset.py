@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridflow.batch.batch import Batch
@@ -47,7 +49,8 @@ class PromptDataset:
     ) -> None:
         self.rows = tuple(rows)
         self.dropped = dropped
-        self._prompt_ids = tuple(prompt_ids)
+        self._starts = np.cumsum([0, *map(len, prompt_ids)])
+        self._ids = np.fromiter(itertools.chain.from_iterable(prompt_ids), np.int32, self._starts[-1])
         self._row_ids = tuple(row_ids)
         self._pad_id = pad_id
 
@@ -57,26 +60,31 @@ class PromptDataset:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt; 0 without rows."""
-        return max(map(len, self._prompt_ids), default=0)
+        return int(np.diff(self._starts).max(initial=0))
 
     def fingerprint(self) -> str:
         """A hash of all prompts, their order, scorers and ground truths: the same exactly for the same dataset."""
-        digest = hashlib.blake2b(digest_size=16)
-        for row, ids in zip(self.rows, self._prompt_ids, strict=True):
-            digest.update(repr((ids, row.data_source, row.ground_truth)).encode())
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.blake2b(self._starts.tobytes() + self._ids.tobytes(), digest_size=16)
+        for row in self.rows:
+            digest.update(repr((row.data_source, row.ground_truth)).encode())
         return digest.hexdigest()
 
     def batch(self, positions: Sequence[int], *, group_ids: Sequence[int]) -> Batch:
         """The columns that "data" writes (batch/columns.py), for the rows at ``positions``; prompts padded right."""
         rows = [self.rows[i] for i in positions]
-        ids = [self._prompt_ids[i] for i in positions]
-        padded = torch.full((len(ids), max(map(len, ids), default=0)), self._pad_id, dtype=torch.int64)
-        for i, prompt in enumerate(ids):
-            padded[i, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+        starts, ends = self._starts[list(positions)], self._starts[[i + 1 for i in positions]]
+        lengths = ends - starts
+        padded = np.full((len(rows), lengths.max(initial=0)), self._pad_id, dtype=np.int64)
+        for row, start, end in zip(padded, starts, ends, strict=True):
+            row[: end - start] = self._ids[start:end]
         return Batch(
             {
-                "prompt_ids": padded,
-                "prompt_length": torch.tensor([len(prompt) for prompt in ids], dtype=torch.int64),
+                "prompt_ids": torch.from_numpy(padded),
+                "prompt_length": torch.from_numpy(lengths),
                 "group_id": torch.tensor(group_ids, dtype=torch.int64),
                 "row_id": torch.tensor([self._row_ids[i] for i in positions], dtype=torch.int64),
                 "data_source": [row.data_source for row in rows],

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Pending
 from hybridflow.topology.parallel import ParallelDims
 
@@ -93,6 +94,10 @@ class WorkerGroup(Protocol):
         the protocol; other arguments go to every rank as they are. Arguments are values: a ``Pending`` is refused, wait
         for it first.
 
+        Wide columns of a result stay on the ranks that made them (batch/refs.py): the batch that comes back refers to
+        them, ranks of any group that get it fetch their rows from there, and they are freed with the last batch that
+        refers to them. They die with the process that made them.
+
         Raises (here, before anything is sent):
             ConfigError: no such role, method or protocol.
             ColumnError: a column that the method reads is missing, or row counts differ.
@@ -126,6 +131,14 @@ class WorkerGroup(Protocol):
 
     def bytes_moved(self) -> int:
         """Payload bytes that went through the driver since the last call of this method."""
+        ...
+
+    def bytes_over_fetched(self) -> int:
+        """Bytes that ranks read of one another's objects beyond their own rows, since the last call of this method."""
+        ...
+
+    def keep(self, batch: Batch) -> Batch:
+        """``batch`` with its wide columns where ranks can fetch them, so that they leave the driver once."""
         ...
 
     def shutdown(self) -> None:

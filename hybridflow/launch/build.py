@@ -175,7 +175,9 @@ def _assemble(tries: _Tries, start: StartUp, stack: ExitStack) -> tuple[PPOTrain
         store=tries.store,
         total_steps=total_steps,
         bytes_moved=lambda: sum(group.bytes_moved() for group in groups.values()),
+        bytes_over_fetched=lambda: sum(group.bytes_over_fetched() for group in groups.values()),
         stragglers=lambda: {name: ratio for group in groups.values() for name, ratio in group.stragglers().items()},
+        offer=groups[MAIN_POOL].keep,
         stop_asked=tries.signals.asked,
     )
     stack.callback(record.close)

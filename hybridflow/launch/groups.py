@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.trainer import TimeoutsConfig
@@ -13,6 +12,7 @@ from hybridflow.dispatch.group import WorkerGroup, WorkerSpec
 from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
 from hybridflow.engines.train.registry import TRAIN_ENGINES
 from hybridflow.launch.plan import PoolPlan, RunPlan
+from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import PRELOAD, LocalGroup
 from hybridflow.utils.optional import load
 
@@ -32,23 +32,23 @@ def open_groups(
 
 def _open(config: PPOConfig, plan: PoolPlan, specs: Sequence[WorkerSpec], stack: ExitStack) -> WorkerGroup:
     timeouts = config.trainer.timeouts
-    settings: dict[str, Any] = {
-        "name": plan.pool.name,
-        "environment": plan.environment,
-        "unset": plan.unset,
-        "device": plan.device,
-        "backend": "nccl" if plan.device == "cuda" else "gloo",
-        "start_timeout_s": timeouts.start_s,
-        "collective_timeout_s": float(config.actor_rollout_ref.nccl_timeout),
-        "deadlines": method_deadlines(timeouts),
-        "default_deadline_s": timeouts.train_s,
-        "stack_folder": Path(config.trainer.default_local_dir) / "stacks",
-    }
+    settings = GroupSettings(
+        name=plan.pool.name,
+        environment=plan.environment,
+        unset=plan.unset,
+        device=plan.device,
+        backend="nccl" if plan.device == "cuda" else "gloo",
+        start_timeout_s=timeouts.start_s,
+        collective_timeout_s=float(config.actor_rollout_ref.nccl_timeout),
+        deadlines=method_deadlines(timeouts),
+        default_deadline_s=timeouts.train_s,
+        stack_folder=Path(config.trainer.default_local_dir) / "stacks",
+    )
     if config.trainer.controller == "local":
-        return LocalGroup(plan.pool.world, specs, preload=(*PRELOAD, *_imports(config, specs)), **settings)
+        return LocalGroup(plan.pool.world, specs, settings, preload=(*PRELOAD, *_imports(config, specs)))
     pool = load("hybridflow.single_controller.resource_pool:ResourcePool")(plan.pool.slots, name=plan.pool.name)
     stack.callback(pool.release)  # a cluster that we joined lives on
-    return load("hybridflow.single_controller.ray_group:RayGroup")(pool, specs, **settings)
+    return load("hybridflow.single_controller.ray_group:RayGroup")(pool, specs, settings)
 
 
 def _imports(config: PPOConfig, specs: Sequence[WorkerSpec]) -> list[str]:

@@ -6,6 +6,8 @@ first decides the exit code of a dry run, the second is fatal for a real run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.unread import set_without_effect
 from hybridflow.engines.rollout import environment as rollout_environment
@@ -147,5 +149,28 @@ def _notes(config: PPOConfig) -> tuple[str, ...]:
         found.append(
             f"actor_rollout_ref.rollout.n={rollout.n} (verl's default is 1): {estimator} needs one sample per prompt"
         )
+    if rollout.mode == "async":
+        found.append(
+            "actor_rollout_ref.rollout.mode=async is the same loop as sync: requests join and leave the engine's batch "
+            "one by one in both; there is no server, no agent loop, and a step ends with its last response"
+        )
+    found += _unloadable(config)
     found += [f"{setting} has no effect yet" for setting in set_without_effect(config)]
     return tuple(found)
+
+
+def _unloadable(config: PPOConfig) -> Iterator[str]:
+    """Notes on checkpoints of this run that the same configuration could not go on from."""
+    if config.trainer.save_freq <= 0:
+        return
+    saved = {"actor_rollout_ref.actor": config.actor_rollout_ref.actor.checkpoint}
+    if config.needs_critic:
+        saved["critic"] = config.critic.checkpoint
+    for role, contents in saved.items():
+        absent = [content for content in contents.load_contents if content not in contents.save_contents]
+        if absent:
+            left = ",".join(content for content in contents.load_contents if content not in absent)
+            yield (
+                f"{role}.checkpoint: save_contents lacks {', '.join(absent)}, which load_contents asks for: resuming "
+                f"from these checkpoints will be refused, unless load_contents=[{left}] says that it starts anew"
+            )

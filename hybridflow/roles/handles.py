@@ -117,11 +117,12 @@ class CostCriticHandle(CriticHandle):
 
     def compute_values(self, batch: Batch) -> Pending[Batch]:
         """Adds cost_values."""
-        return Mapped(super().compute_values(batch), lambda found: Batch({"cost_values": found["values"]}))
+        return Mapped(super().compute_values(batch), lambda found: Batch({"cost_values": found.columns()["values"]}))
 
     def update_critic(self, batch: Batch, *, step: int) -> Pending[Metrics]:
         """All mini-batches and epochs of one step, on cost_values and cost_returns; metrics are ``cost_critic/*``."""
-        targets = batch.with_columns(values=batch["cost_values"], returns=batch["cost_returns"])
+        columns = batch.columns()
+        targets = batch.with_columns(values=columns["cost_values"], returns=columns["cost_returns"])
         return Mapped(
             super().update_critic(targets, step=step),
             lambda metrics: {_of_cost(name): value for name, value in metrics.items()},

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.batch.batch import Batch
+from hybridflow.batch.refs import Reader, Store
 from hybridflow.dispatch.group import Mailbox, RankContext, WorkerSpec
 from hybridflow.dispatch.transfer import Arguments
 from hybridflow.single_controller.oom import OomKills
@@ -75,7 +76,9 @@ class Reply:
     at: float = field(default_factory=time.time)
     """Wall-clock seconds when the rank was done."""
     seconds: float = 0.0
-    """How long the method ran there."""
+    """How long the method ran there, fetching included."""
+    over_fetched_bytes: int = 0
+    """What it read of other ranks' objects beyond its own rows and columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,11 +185,18 @@ class Host:
     Args:
         context: handed to every worker, with the siblings built so far.
         specs: roles in the order in which they are built.
+        store: makes, from this rank's name, what keeps the wide columns of its results; None: they are returned as
+            they are.
     """
 
-    def __init__(self, context: RankContext, specs: Sequence[WorkerSpec]) -> None:
+    def __init__(
+        self, context: RankContext, specs: Sequence[WorkerSpec], store: Callable[[str], Store] | None = None
+    ) -> None:
         self.context = replace(context, node=context.node or node_name())
         self._specs = tuple(specs)
+        roles = ", ".join(spec.role for spec in specs)
+        name = f"rank {context.rank} of {context.world} (roles {roles}; node {self.context.node}, pid {os.getpid()})"
+        self._store = None if store is None else store(name)
         self._building = ""
 
     @property
@@ -214,21 +224,44 @@ class Host:
         except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it with role, rank and method
             return Reply(failure=replace(failure_of(error, self.context.rank), role=self._building))
 
-    def execute(self, role: str, method: str, arguments: Arguments) -> Any:
-        """The method's result; batches in it are on the CPU."""
-        result = getattr(self.workers[role], method)(*arguments.args, **arguments.kwargs)
-        return _to_cpu(result) if self.context.device != "cpu" else result
+    def execute(self, role: str, method: str, arguments: Arguments, *, wanted: bool = True) -> Reply:
+        """The method's result, if it is ``wanted``: batches in it are on the CPU, their wide columns in the store.
 
-    def answer(self, role: str, method: str, payload: bytes, *, wanted: bool) -> bytes:
-        """A packed ``Reply``: the result if it is ``wanted``, or the failure. Never raises."""
+        Rows that other ranks keep are fetched before the method runs.
+        """
+        started, reader = time.perf_counter(), Reader()
+        arguments = arguments.map_batches(lambda batch: batch.fetched(reader))
+        result = getattr(self.workers[role], method)(*arguments.args, **arguments.kwargs)
+        value = self._leave(result) if wanted else None
+        seconds = time.perf_counter() - started
+        return Reply(value, seconds=seconds, over_fetched_bytes=reader.over_fetched_bytes)
+
+    def _leave(self, result: Any) -> Any:
+        if isinstance(result, tuple):
+            return tuple(self._leave(part) for part in result)
+        if not isinstance(result, Batch):
+            return result
+        if self.context.device != "cpu":
+            result = result.to("cpu")
+        return result if self._store is None else result.kept(self._store)
+
+    def answer(self, role: str, method: str, payload: bytes, *, wanted: bool, beside: list[Any] | None = None) -> bytes:
+        """A packed ``Reply``: the result if it is ``wanted``, or the failure. Never raises.
+
+        ``beside`` holds the tokens of the arguments' references, and afterwards those of the reply's; None: they are in
+        the payload.
+        """
+        tokens: list[Any] | None = None if beside is None else []
         try:
-            arguments, started = unpack(payload), time.perf_counter()
-            value = self.execute(role, method, arguments)
-            return pack(Reply(value if wanted else None, seconds=time.perf_counter() - started))
+            arguments = unpack(payload, None if self._store is None else self._store.open, beside)
+            packed = pack(self.execute(role, method, arguments, wanted=wanted), tokens)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it with role, rank and method
-            return pack(Reply(failure=failure_of(error, self.context.rank)))
+            tokens, packed = [], pack(Reply(failure=failure_of(error, self.context.rank)))
+        if beside is not None:
+            beside[:] = tokens or ()
+        return packed
 
     def close(self) -> None:
         """Closes the workers, last built first; every one is tried. Raises the first error."""
@@ -242,14 +275,6 @@ class Host:
                     errors.append(error)
         if errors:
             raise errors[0]
-
-
-def _to_cpu(result: Any) -> Any:
-    if isinstance(result, Batch):
-        return result.to("cpu")
-    if isinstance(result, tuple):
-        return tuple(_to_cpu(part) for part in result)
-    return result
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:

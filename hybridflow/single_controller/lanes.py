@@ -11,11 +11,13 @@ import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Pending, Ready
+from hybridflow.dispatch.transfer import Arguments
 from hybridflow.single_controller import health
 from hybridflow.single_controller.calls import CallTable, PreparedCall
 from hybridflow.single_controller.host import START, Failure, Place, Reply
@@ -36,11 +38,43 @@ PEER_SIGNS = ("connection closed by peer", "connection reset by peer", "connecti
 """Texts by which gloo and NCCL complain about a rank that went away: failures of this kind are consequences."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """What every kind of group can be told."""
+
+    name: str = "group"
+    """Shown in errors."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the ranks, set before torch or a worker module is imported."""
+    unset: Sequence[str] = ()
+    """Variables that the ranks must not have."""
+    device: str = "cpu"
+    """``cpu`` or ``cuda``."""
+    backend: str = "gloo"
+    """Of torch.distributed: ``gloo`` on CPU, ``nccl`` on GPU."""
+    start_timeout_s: float = 600.0
+    """From the call until every rank has built its workers."""
+    collective_timeout_s: float = 600.0
+    """torch.distributed's own timeout."""
+    deadlines: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by method name, counted from when the call could start on its lane."""
+    default_deadline_s: float = 3600.0
+    """For all other methods."""
+    ports: Sequence[int] = (0,)
+    """Candidates of the rendezvous port on rank 0's node, tried in order; 0 takes any free one."""
+    stack_folder: Path | None = None
+    """Where Python stacks of late ranks are written; None: only in the error."""
+
+
 class Lanes(Protocol):
     """The ranks of one group. Call numbers rise; number 0 is the start."""
 
     moved: int
     """Payload bytes that went through the driver so far, both ways."""
+
+    def keep(self, batch: Batch) -> Batch:
+        """``batch`` with its wide columns where every rank can fetch them."""
+        ...
 
     def send(self, number: int, call: PreparedCall) -> None:
         """Queues a call on the work lane of its ranks; does not wait for it."""
@@ -80,6 +114,8 @@ class Submission:
         self.deadline_s = deadline_s
         self.previous = previous
         self.replies: dict[int, Reply] = {}
+        self.held: Sequence[Arguments | None] = ()
+        """Arguments by rank: what they refer to must not be freed before the ranks have read it."""
         self.error: Exception | None = None
         self.settled = False
         self.submitted_at = time.time()
@@ -106,27 +142,22 @@ class LaneGroup:
         table: CallTable,
         *,
         world: int,
-        name: str,
-        start_timeout_s: float,
-        deadlines: Mapping[str, float],
-        default_deadline_s: float,
-        stack_folder: Path | None,
+        settings: GroupSettings,
     ) -> None:
-        self.name = name
+        self.name = settings.name
         self._lanes = lanes
         self._table = table
         self._world = world
-        self._deadlines = dict(deadlines)
-        self._default_deadline_s = default_deadline_s
-        self._stack_folder = stack_folder
+        self._settings = settings
         self._send_lock = threading.Lock()
         self._wait_lock = threading.RLock()
         self._broken: Exception | None = None
         self._ended = False
         self._counted = 0
+        self._over_fetched = 0
         self._pace = Pace()
         self._progress = ""
-        self._start = Submission(0, f"group {name}", START, range(world), start_timeout_s, None)
+        self._start = Submission(0, f"group {self.name}", START, range(world), settings.start_timeout_s, None)
         self._last = self._start
         health.enlist(self)
 
@@ -144,10 +175,11 @@ class LaneGroup:
         if self._broken is not None:
             raise self._because(f"group {self.name!r} cannot go on after: {self._broken}") from self._broken
         prepared = self._table.prepare(role, method, args, kwargs)
-        deadline_s = self._deadlines.get(method, self._default_deadline_s)
+        deadline_s = self._settings.deadlines.get(method, self._settings.default_deadline_s)
         with self._send_lock:
             number = self._last.number + 1
             self._last = Submission(number, role, method, prepared.ranks, deadline_s, self._last)
+            self._last.held = prepared.shares
             self._lanes.send(number, prepared)
             pending = _Call(self, self._last, replace(prepared, shares=()))
         return Ready(pending.wait()) if prepared.blocking else pending
@@ -166,6 +198,15 @@ class LaneGroup:
     def stragglers(self) -> dict[str, float]:
         """See ``WorkerGroup.stragglers``."""
         return self._pace.take_ratios()
+
+    def bytes_over_fetched(self) -> int:
+        """See ``WorkerGroup.bytes_over_fetched``."""
+        over_fetched, self._over_fetched = self._over_fetched, 0
+        return over_fetched
+
+    def keep(self, batch: Batch) -> Batch:
+        """See ``WorkerGroup.keep``."""
+        return self._lanes.keep(batch)
 
     def post(self, message: Any, *, rank: int = 0) -> None:
         """See ``WorkerGroup.post``."""
@@ -222,6 +263,8 @@ class LaneGroup:
             self._await(call, begun_at=max(call.submitted_at, ready_at))
         call.settled = True
         call.previous = None
+        call.held = ()
+        self._over_fetched += sum(reply.over_fetched_bytes for reply in call.replies.values())
         ends = [reply.at for reply in call.replies.values()]
         call.seconds = max((reply.seconds for reply in call.replies.values()), default=0.0)
         call.finished_at = min(time.time(), max(ends, default=time.time()))
@@ -314,11 +357,12 @@ class LaneGroup:
         return text
 
     def _keep_stacks(self, stacks: Mapping[int, str]) -> None:
-        if self._stack_folder is None:
+        folder = self._settings.stack_folder
+        if folder is None:
             return
-        self._stack_folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for rank, stack in stacks.items():
-            (self._stack_folder / f"stacks_{self.name}_rank{rank}.txt").write_text(stack)
+            (folder / f"stacks_{self.name}_rank{rank}.txt").write_text(stack)
 
     def _report_stall(self, call: Submission, seconds: float) -> None:
         usual = self._pace.usual_s(call.method)

@@ -16,9 +16,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.refs import Bytes, Kept, may_stay
 from hybridflow.dispatch.group import RankContext, WorkerSpec
 from hybridflow.dispatch.transfer import Arguments
 from hybridflow.single_controller import health
@@ -34,9 +37,15 @@ from hybridflow.single_controller.host import (
     open_store,
     open_world,
 )
-from hybridflow.single_controller.lanes import LaneGroup, Lanes
+from hybridflow.single_controller.lanes import GroupSettings, LaneGroup, Lanes
 from hybridflow.single_controller.local_process import Plan, serve_rank, untagged
 from hybridflow.single_controller.oom import oom_kills
+from hybridflow.single_controller.segments import (
+    SegmentStore,
+    SegmentTable,
+    remove_segments_of,
+    remove_segments_of_the_dead,
+)
 from hybridflow.single_controller.wire import pack, unpack
 
 log = logging.getLogger(__name__)
@@ -58,17 +67,7 @@ class LocalGroup(LaneGroup):
     Args:
         n: ranks.
         specs: roles, built in this order on every rank.
-        name: shown in errors.
-        environment: variables of the ranks, set before a worker module is imported.
-        unset: variables that the ranks must not have.
-        device: ``cpu`` or ``cuda`` (rank r uses ``cuda:r``).
-        backend: of torch.distributed; ``gloo`` on CPU, ``nccl`` on GPU.
-        start_timeout_s: from here until every rank has built its workers.
-        collective_timeout_s: torch.distributed's own timeout.
-        deadlines: seconds by method name, counted from when the call could start on its lane.
-        default_deadline_s: for all other methods.
-        ports: candidates of the rendezvous port, tried in order; 0 takes any free one.
-        stack_folder: where Python stacks of late ranks are written; None: only in the error.
+        settings: name, device and deadlines; on ``cuda`` rank r uses ``cuda:r``.
         preload: modules for the process-wide fork server, without effect once it runs; empty leaves its list alone.
 
     Raises:
@@ -80,45 +79,29 @@ class LocalGroup(LaneGroup):
         self,
         n: int,
         specs: Sequence[WorkerSpec],
+        settings: GroupSettings | None = None,
         *,
-        name: str = "local",
-        environment: Mapping[str, str] | None = None,
-        unset: Sequence[str] = (),
-        device: str = "cpu",
-        backend: str = "gloo",
-        start_timeout_s: float = 600.0,
-        collective_timeout_s: float = 600.0,
-        deadlines: Mapping[str, float] | None = None,
-        default_deadline_s: float = 3600.0,
-        ports: Sequence[int] = (0,),
-        stack_folder: Path | None = None,
         preload: Sequence[str] = PRELOAD,
     ) -> None:
+        settings = settings or GroupSettings(name="local")
         table = CallTable(specs, n)
         threads = max(1, (os.cpu_count() or 1) // n)
         plans = [
             Plan(
-                context=_context(rank, n, device, threads),
+                context=_context(rank, n, settings.device, threads),
                 specs=tuple(specs),
-                environment={"OMP_NUM_THREADS": str(threads), **(environment or {})},
-                unset=tuple(unset),
+                environment={"OMP_NUM_THREADS": str(threads), **settings.environment},
+                unset=tuple(settings.unset),
                 path=tuple(sys.path),
-                backend=backend,
-                collective_timeout_s=collective_timeout_s,
+                backend=settings.backend,
+                collective_timeout_s=settings.collective_timeout_s,
+                driver=os.getpid(),
             )
             for rank in range(n)
         ]
-        lanes: Lanes = _InProcess(plans[0], environment or {}, ports) if n == 1 else _Forked(plans, ports, preload)
-        super().__init__(
-            lanes,
-            table,
-            world=n,
-            name=name,
-            start_timeout_s=start_timeout_s,
-            deadlines=deadlines or {},
-            default_deadline_s=default_deadline_s,
-            stack_folder=stack_folder,
-        )
+        ports = settings.ports
+        lanes: Lanes = _InProcess(plans[0], settings.environment, ports) if n == 1 else _Forked(plans, ports, preload)
+        super().__init__(lanes, table, world=n, settings=settings)
 
 
 def _context(rank: int, world: int, device: str, threads: int) -> RankContext:
@@ -154,13 +137,15 @@ class _InProcess:
         share = call.shares[0]
         assert share is not None, "a group of one rank calls rank 0"
         try:
-            started = time.perf_counter()
-            value = self._host.execute(call.role, call.method, share)
-            seconds = time.perf_counter() - started
+            reply = self._host.execute(call.role, call.method, share)
+            value = reply.value
             self.moved += _payload(share) + _payload(Arguments(value if isinstance(value, tuple) else (value,)))
-            self._replies[number] = Reply(value, seconds=seconds)
+            self._replies[number] = reply
         except Exception as error:  # noqa: BLE001 - the boundary of the worker: raised by wait() with role, rank and method
             self._replies[number] = Reply(failure=failure_of(error, 0))
+
+    def keep(self, batch: Batch) -> Batch:
+        return batch  # it is where the rank is
 
     def receive(self, number: int, timeout_s: float) -> dict[int, Reply]:
         return {0: self._replies.pop(number)}
@@ -180,7 +165,9 @@ class _InProcess:
 
 
 def _payload(arguments: Arguments) -> int:
-    return sum(batch.nbytes() for batch in arguments.batches().values())
+    """Bytes that would move if the rank were another process: those of columns that are not wide."""
+    columns = [value for batch in arguments.batches().values() for value in batch.columns().values()]
+    return sum(value.nbytes for value in columns if isinstance(value, Tensor) and not may_stay(value))
 
 
 class _Forked:
@@ -196,6 +183,9 @@ class _Forked:
         self._asked = 0
         self._ending = False
         self._oom_kills = oom_kills()
+        remove_segments_of_the_dead()
+        self._table = SegmentTable()
+        self._own = SegmentStore("the driver")
         self._send_lock = threading.Lock()
         self._store, self._meeting = open_store(LOOPBACK, ports, plans[0].collective_timeout_s)
         self._start(plans, preload)
@@ -240,6 +230,22 @@ class _Forked:
             except (BrokenPipeError, ConnectionError):
                 self._mourn(rank)
             self.moved += len(payload)
+
+    def keep(self, batch: Batch) -> Batch:
+        return batch.kept(self)
+
+    def put(self, data: Bytes) -> Kept:
+        """Keeps what the driver made (``Store.put``)."""
+        kept = self._own.put(data)
+        self.moved += kept.size
+        return self.open(kept.token, kept.size, kept.owner)
+
+    def open(self, token: str, size: int, owner: str) -> Kept:
+        """The driver's reference to an object of any process (``Store.open``)."""
+        return self._table.hold(token, size, owner, self._count)
+
+    def _count(self, kept: Kept) -> None:
+        self.moved += kept.size
 
     def receive(self, number: int, timeout_s: float) -> dict[int, Reply]:
         with self._arrived:
@@ -301,6 +307,7 @@ class _Forked:
             if process.is_alive():
                 process.kill()
             process.join(5.0)
+        remove_segments_of([process.pid for process in self._processes if process.pid is not None])
 
     # ---------------------------------------------------------------------------------------- the reading thread
 
@@ -327,7 +334,7 @@ class _Forked:
 
     def _take(self, rank: int, data: bytes, *, is_work: bool) -> None:
         number, packed = untagged(data)
-        value = unpack(packed)
+        value = unpack(packed, self.open)
         with self._arrived:
             if is_work:
                 self.moved += len(data)
@@ -342,6 +349,7 @@ class _Forked:
         process = self._processes[rank]
         if not self._ending:
             process.join(1.0)
+        remove_segments_of([] if process.pid is None else [process.pid])  # its rows die with it
         with self._arrived:
             failure = self._deaths.get(rank) or Failure(
                 rank=rank,

@@ -27,6 +27,7 @@ from hybridflow.single_controller.host import (
     join_store,
     open_world,
 )
+from hybridflow.single_controller.segments import SegmentStore, remove_segments_of, remove_segments_of_the_dead
 from hybridflow.single_controller.wire import pack, unpack
 
 Call = tuple[int, str, str, bool, bytes]
@@ -45,21 +46,22 @@ class Plan:
     """``sys.path`` of the driver, so that its modules import here."""
     backend: str
     collective_timeout_s: float
+    driver: int
+    """Its pid."""
 
 
 def serve_rank(work: Connection, control: Connection, packed: bytes, meeting: Rendezvous) -> None:
     """Runs one rank until the driver says stop or is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and a scheduler's notice reach all: the driver decides
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to decide
     plan: Plan = unpack(packed)
     apply_environment(plan.environment, plan.unset)
     sys.path[:] = plan.path
     torch.set_num_threads(int(plan.environment["OMP_NUM_THREADS"]))
     context = plan.context
-    host = Host(context, plan.specs)
+    host = Host(context, plan.specs, SegmentStore)
     threading.Thread(target=_answer_control, args=(control, context), name="control-lane", daemon=True).start()
     calls: SimpleQueue[Call | None] = SimpleQueue()
-    threading.Thread(target=_queue_calls, args=(work, calls), name="work-queue", daemon=True).start()
+    threading.Thread(target=_queue_calls, args=(work, calls, plan.driver), name="work-queue", daemon=True).start()
 
     def open_ranks() -> None:
         store = join_store(meeting, plan.collective_timeout_s)
@@ -100,12 +102,14 @@ def _leave(host: Host) -> None:
     os._exit(0)  # exit handlers of engines and of torch.distributed may wait for peers that are gone
 
 
-def _queue_calls(work: Connection, calls: SimpleQueue[Call | None]) -> None:
+def _queue_calls(work: Connection, calls: SimpleQueue[Call | None], driver: int) -> None:
     try:
         while (head := unpack(work.recv_bytes())) is not None:
             number, role, method, wanted = head
             calls.put((number, role, method, wanted, work.recv_bytes()))
     except (EOFError, OSError):
+        remove_segments_of([os.getpid(), driver])
+        remove_segments_of_the_dead()  # a peer may have died with it
         os._exit(1)  # the driver is gone; whatever runs here has nobody left to report to
     calls.put(None)
 

@@ -22,6 +22,7 @@ CONTROL = "control"
 """Name of the concurrency group that answers while a call runs."""
 _HOST = "hybridflow.single_controller.host"
 _WIRE = "hybridflow.single_controller.wire"
+_STORE = "hybridflow.single_controller.ray_store:RayStore"
 
 
 class RankActor:
@@ -50,14 +51,14 @@ class RankActor:
         self._store, meeting = self._work(load(f"{_HOST}:open_store"), address, ports, timeout_s)
         return meeting
 
-    def start(self, packed: bytes, meeting: Any, backend: str, timeout_s: float) -> bytes:
-        """Opens the world and builds the workers; a packed ``Reply``."""
-        return self._work(self._start, packed, meeting, backend, timeout_s)
+    def start(self, packed: bytes, meeting: Any, backend: str, timeout_s: float) -> tuple[bytes, list[Any]]:
+        """Opens the world and builds the workers; a packed ``Reply``, as ``work`` gives it."""
+        return self._work(self._start, packed, meeting, backend, timeout_s), []
 
     def _start(self, packed: bytes, meeting: Any, backend: str, timeout_s: float) -> bytes:
         context, specs = load(f"{_WIRE}:unpack")(packed)
         context.mailbox = self._mailbox
-        self._host = load(f"{_HOST}:Host")(context, specs)
+        self._host = load(f"{_HOST}:Host")(context, specs, load(_STORE))
         load("torch:set_num_threads")(int(os.environ["OMP_NUM_THREADS"]))
         # Left alone, gloo takes the interface of the host's name, on many machines a loopback address.
         interface = load(f"{_HOST}:interface_of")(ray.util.get_node_ip_address())
@@ -72,9 +73,12 @@ class RankActor:
 
         return load(f"{_WIRE}:pack")(self._host.start(open_ranks))
 
-    def work(self, role: str, method: str, wanted: bool, payload: bytes) -> bytes:
-        """Carries out one call; a packed ``Reply``."""
-        return self._work(self._host.answer, role, method, payload, wanted=wanted)
+    def work(
+        self, role: str, method: str, wanted: bool, payload: bytes, references: list[Any]
+    ) -> tuple[bytes, list[Any]]:
+        """Carries out one call; a packed ``Reply`` and the Ray references that belong to it, so that Ray sees them."""
+        packed = self._work(self._host.answer, role, method, payload, wanted=wanted, beside=references)
+        return packed, references
 
     def close(self) -> None:
         """Closes the workers."""

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,19 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import hybridflow
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.refs import Bytes, Kept
 from hybridflow.dispatch.group import RankContext, WorkerSpec
 from hybridflow.single_controller import health
 from hybridflow.single_controller.calls import CallTable, PreparedCall
 from hybridflow.single_controller.host import Failure, Place, Reply
-from hybridflow.single_controller.lanes import LaneGroup
+from hybridflow.single_controller.lanes import GroupSettings, LaneGroup
 from hybridflow.single_controller.oom import OomKills, oom_kills
 from hybridflow.single_controller.ray_actor import CONTROL, RankActor
+from hybridflow.single_controller.ray_store import RayKept
 from hybridflow.single_controller.resource_pool import ResourcePool, Slot
 from hybridflow.single_controller.wire import pack, unpack
+from hybridflow.utils.errors import WorkerError
 
 log = logging.getLogger(__name__)
 
@@ -46,72 +51,35 @@ class RayGroup(LaneGroup):
     Args:
         pool: its slots are held until ``shutdown``.
         specs: roles, built in this order on every rank.
-        name: shown in errors.
-        environment: variables of the ranks, set before torch is imported.
-        unset: variables that the ranks must not have.
-        device: ``cpu`` or ``cuda``; on ``cuda`` each process sees its one GPU as ``cuda:0``.
-        backend: of torch.distributed; ``gloo`` on CPU, ``nccl`` on GPU.
-        start_timeout_s: from here until every rank has built its workers.
-        collective_timeout_s: torch.distributed's own timeout.
-        deadlines: seconds by method name, counted from when the call could start on its lane.
-        default_deadline_s: for all other methods.
-        ports: candidates of the rendezvous port on rank 0's node, tried in order; 0 takes any free one.
-        stack_folder: where Python stacks of late ranks are written; None: only in the error.
+        settings: name, device and deadlines; on ``cuda`` each process sees its one GPU as ``cuda:0``.
 
     Raises:
         ConfigError: see ``CallTable``.
         StateError, ShortageError: see ``ResourcePool.occupy``.
     """
 
-    def __init__(
-        self,
-        pool: ResourcePool,
-        specs: Sequence[WorkerSpec],
-        *,
-        name: str = "ray",
-        environment: Mapping[str, str] | None = None,
-        unset: Sequence[str] = (),
-        device: str = "cpu",
-        backend: str = "gloo",
-        start_timeout_s: float = 600.0,
-        collective_timeout_s: float = 600.0,
-        deadlines: Mapping[str, float] | None = None,
-        default_deadline_s: float = 3600.0,
-        ports: Sequence[int] = (0,),
-        stack_folder: Path | None = None,
-    ) -> None:
+    def __init__(self, pool: ResourcePool, specs: Sequence[WorkerSpec], settings: GroupSettings | None = None) -> None:
+        settings = settings or GroupSettings(name="ray")
         table = CallTable(specs, pool.world)
-        slots = pool.occupy(name, device=device)
-        actors = [
-            _actor(slot, name=f"{name}-{rank}", environment=environment or {}, unset=unset)
-            for rank, slot in enumerate(slots)
-        ]
+        slots = pool.occupy(settings.name, device=settings.device)
+        actors = [_actor(slot, environment=settings.environment, unset=settings.unset) for slot in slots]
         contexts = [
             RankContext(
                 rank=rank,
                 world=pool.world,
                 local_rank=slot.local_rank,
                 node="",
-                device="cpu" if device == "cpu" else "cuda:0",
+                device="cpu" if settings.device == "cpu" else "cuda:0",
                 threads=slot.threads,
             )
             for rank, slot in enumerate(slots)
         ]
         lanes = _Actors(actors, pool)
-        lanes.start(contexts, specs, backend=backend, ports=ports, timeout_s=collective_timeout_s)
-        super().__init__(
-            lanes,
-            table,
-            world=pool.world,
-            name=name,
-            start_timeout_s=start_timeout_s,
-            deadlines=deadlines or {},
-            default_deadline_s=default_deadline_s,
-            stack_folder=stack_folder,
-        )
+        lanes.start(contexts, specs, settings)
+        super().__init__(lanes, table, world=pool.world, settings=settings)
 
 
-def _actor(slot: Slot, *, name: str, environment: Mapping[str, str], unset: Sequence[str]) -> ActorHandle[RankActor]:
+def _actor(slot: Slot, *, environment: Mapping[str, str], unset: Sequence[str]) -> ActorHandle[RankActor]:
     variables = {"OMP_NUM_THREADS": str(slot.threads), "PYTHONPATH": os.pathsep.join(import_path()), **environment}
     # Ray's annotations know no concurrency groups, and call what they make a proxy: both travel untyped.
     settings: dict[str, Any] = {"concurrency_groups": {CONTROL: CONTROL_THREADS}, "max_restarts": 0}
@@ -144,37 +112,48 @@ class _Actors:
         self._deaths: dict[int, Failure] = {}
         self._meeting: ray.ObjectRef[Any] | None = None
 
-    def start(
-        self,
-        contexts: Sequence[RankContext],
-        specs: Sequence[WorkerSpec],
-        *,
-        backend: str,
-        ports: Sequence[int],
-        timeout_s: float,
-    ) -> None:
+    def start(self, contexts: Sequence[RankContext], specs: Sequence[WorkerSpec], settings: GroupSettings) -> None:
         """Queues the start on every rank: rank 0 opens the store, the others take its address as a reference."""
-        self._meeting = self._actors[0].serve.remote(list(ports), timeout_s)
+        timeout_s = settings.collective_timeout_s
+        self._meeting = self._actors[0].serve.remote(list(settings.ports), timeout_s)
         self._waiting[0] = {
-            rank: actor.start.remote(pack((context, tuple(specs))), self._meeting, backend, timeout_s)
+            rank: actor.start.remote(pack((context, tuple(specs))), self._meeting, settings.backend, timeout_s)
             for rank, (actor, context) in enumerate(zip(self._actors, contexts, strict=True))
         }
 
     def send(self, number: int, call: PreparedCall) -> None:
-        packed: dict[int, bytes | ray.ObjectRef[bytes]] = {}
+        packed: dict[int, tuple[bytes | ray.ObjectRef[bytes], list[Any]]] = {}
         copies = [id(share) for share in call.shares]
         refs = {}
         for rank, share in enumerate(call.shares):
             if share is None:
                 continue
             if id(share) not in packed:
-                payload = pack(share)
+                kept: list[Any] = []
+                payload = pack(share, kept)
                 self.moved += len(payload)
                 shared = len(payload) > SHARED_BYTES and copies.count(id(share)) > 1
-                packed[id(share)] = ray.put(payload) if shared else payload
+                packed[id(share)] = (ray.put(payload) if shared else payload), kept
             wanted = rank in call.wanted
-            refs[rank] = self._actors[rank].work.remote(call.role, call.method, wanted, packed[id(share)])
+            refs[rank] = self._actors[rank].work.remote(call.role, call.method, wanted, *packed[id(share)])
         self._waiting[number] = refs
+
+    def keep(self, batch: Batch) -> Batch:
+        return batch.kept(self)
+
+    def put(self, data: Bytes) -> Kept:
+        """Keeps what the driver made (``Store.put``)."""
+        self.moved += data.size
+        return self.open(ray.put(data), data.size, "the driver")
+
+    def open(self, token: ray.ObjectRef[Bytes], size: int, owner: str, rank: int | None = None) -> Kept:
+        """The driver's reference to an object that ``rank`` keeps; None: the driver itself (``Store.open``)."""
+        return RayKept(token, size, owner, partial(self._before_read, rank))
+
+    def _before_read(self, rank: int | None, kept: Kept) -> None:
+        if rank in self.deaths():
+            raise WorkerError(f"rows are lost: they were kept by {kept.owner}, which is gone")
+        self.moved += kept.size
 
     def receive(self, number: int, timeout_s: float) -> dict[int, Reply]:
         refs = self._waiting.get(number, {})
@@ -192,14 +171,14 @@ class _Actors:
 
     def _reply(self, rank: int, ref: ray.ObjectRef[Any]) -> Reply:
         try:
-            data = ray.get(ref)
+            data, kept = ray.get(ref)
         except RayTaskError as error:  # our own actor code failed; a worker's errors come inside a Reply
             kind, message = type(error.cause).__name__, str(error.cause)
             return Reply(failure=Failure(rank=rank, kind=kind, message=message, trace=str(error), at=time.time()))
         except RayError as error:
             return Reply(failure=self._death(rank, error))
         self.moved += len(data)
-        return unpack(data)
+        return unpack(data, partial(self.open, rank=rank), kept)
 
     def _death(self, rank: int, error: RayError) -> Failure:
         if rank not in self._deaths:

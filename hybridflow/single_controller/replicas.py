@@ -126,6 +126,14 @@ class ReplicaGroup:
         """See ``WorkerGroup.bytes_moved``."""
         return sum(replica.bytes_moved() for replica in self._replicas)
 
+    def bytes_over_fetched(self) -> int:
+        """See ``WorkerGroup.bytes_over_fetched``."""
+        return sum(replica.bytes_over_fetched() for replica in self._replicas)
+
+    def keep(self, batch: Batch) -> Batch:
+        """See ``WorkerGroup.keep``."""
+        return self._replicas[0].keep(batch)
+
     def shutdown(self) -> None:
         """See ``WorkerGroup.shutdown``."""
         for replica in self._replicas:

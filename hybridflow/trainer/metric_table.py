@@ -70,11 +70,15 @@ _RUN = _section(
         "the slowest rank's time over the median of the others, by method; ranks in a collective end alike",
     ),
     ("perf/driver_bytes", "bytes", "payload that went through the driver in this step"),
+    ("perf/over_fetch_bytes", "bytes", "what ranks read of one another's objects beyond their own rows and columns"),
 )
 _BATCH = _section(
     "trainer/metrics.py",
     ("perf/total_num_tokens", "tokens", "prompt and response tokens of the batch, all rows"),
     ("perf/valid_share", "0..1", "rows that are neither failed nor aborted"),
+)
+_AGREEMENT = _section(
+    "algorithms/agreement.py",
     ("training/rollout_log_prob_diff/max", "nats", "largest distance of sampler's and trainer's log-prob of a token"),
     ("training/rollout_log_prob_diff/mean", "nats", "mean distance of sampler's and trainer's log-prob of a token"),
     ("actor/entropy_old", "nats", "entropy per policy token before the update, tempered"),
@@ -231,7 +235,7 @@ _VALIDATION = _section(
 )
 
 SECTIONS: dict[str, tuple[MetricDoc, ...]] = {
-    "The run and its times": (*_RUN, *_BATCH),
+    "The run and its times": (*_RUN, *_BATCH, *_AGREEMENT),
     "Validation": _VALIDATION,
     "Credit assignment": _CREDIT,
     "Dynamic sampling": _FILTER,

@@ -42,14 +42,18 @@ class PPOTrainer:
         self.run.before(done)
         for step in self.run.steps(done):
             with self.run.step(step):
-                batch = self.generate(step)
-                if len(batch) > 0:  # dynamic sampling may find no group that teaches anything
-                    batch = self.score(batch)
-                    batch = self.assign_credit(batch)
-                    self.learn(batch, step)
-                    self.publish(version=step)
+                self.step(step)
             self.run.after(step)
         self.run.end()
+
+    def step(self, step: int) -> None:
+        """The dataflow of one step; the rows that ranks keep for its batch are freed on return."""
+        batch = self.generate(step)
+        if len(batch) > 0:  # dynamic sampling may find no group that teaches anything
+            batch = self.score(batch)
+            batch = self.assign_credit(batch)
+            self.learn(batch, step)
+            self.publish(version=step)
 
     def generate(self, step: int) -> Batch:
         """``n`` responses for each prompt of the step; under dynamic sampling of prompts that teach something."""

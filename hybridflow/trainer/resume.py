@@ -38,7 +38,6 @@ NO_EFFECT = (
     "*.val_kwargs.*",
     "data.val_*",
     "data.generated_val_size",
-    "data.dataloader_num_workers",
 )
 """Keys that do not reach a training step; validation leaves no state."""
 ROUNDING = (

@@ -78,6 +78,8 @@ class Run:
         total_steps: trainer steps.
         bytes_moved: payload bytes through the driver since the last call.
         stragglers: by method, the slowest rank's time over the median since the last call.
+        bytes_over_fetched: bytes that ranks read beyond their own rows since the last call.
+        offer: puts the wide columns of prompts where ranks can fetch them.
         stop_asked: whether the run should save and end after the step that runs.
     """
 
@@ -94,6 +96,8 @@ class Run:
         total_steps: int,
         bytes_moved: Callable[[], int],
         stragglers: Callable[[], Mapping[str, float]],
+        bytes_over_fetched: Callable[[], int],
+        offer: Callable[[Batch], Batch],
         stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
@@ -107,6 +111,8 @@ class Run:
         self._tracker = tracker
         self._bytes_moved = bytes_moved
         self._stragglers = stragglers
+        self._bytes_over_fetched = bytes_over_fetched
+        self._offer = offer
         self._stop_asked = stop_asked
         self.interrupted = False
         """Whether the run ended before its last step because it was asked to."""
@@ -129,7 +135,7 @@ class Run:
 
     def next_prompts(self, n: int) -> Batch:
         """The next prompts, each ``n`` times next to itself, with ``sample_index`` 0..n-1."""
-        rows = self._prompts.next_batch().repeat(n)
+        rows = self._offer(self._prompts.next_batch()).repeat(n)
         return rows.with_columns(sample_index=torch.arange(len(rows)) % n)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -155,12 +161,18 @@ class Run:
     def step(self, step: int) -> Iterator[None]:
         """Collects the metrics of one step."""
         self._metrics = {"training/global_step": float(step), "training/epoch": float(self._prompts.epoch)}
-        self._metrics |= self._watch.take()  # what came after the last line: its checkpoint
+        self._watch.take()  # what came between two steps belongs to neither
         self._bytes_moved()
+        self._bytes_over_fetched()
         self._stragglers()
         with self.phase("step"):
             yield
-        self.record({"perf/driver_bytes": float(self._bytes_moved())})
+        self.record(
+            {
+                "perf/driver_bytes": float(self._bytes_moved()),
+                "perf/over_fetch_bytes": float(self._bytes_over_fetched()),
+            }
+        )
         self.record({f"perf/straggler/{method}": ratio for method, ratio in self._stragglers().items()})
 
     def before(self, done: int) -> None:
@@ -186,7 +198,7 @@ class Run:
         """Validates, logs and saves, each on its own cadence; the last step validates and (if asked at all) saves.
 
         The line of a step is written before its checkpoint: a run that dies between the two does the step again, and
-        the line is replaced; the other way round it would be lost.
+        the line is replaced; the other way round it would be lost. What the checkpoint took is added to it.
         """
         settings = self.config.trainer
         last = step == self.total_steps
@@ -197,6 +209,7 @@ class Run:
         if settings.save_freq > 0 and (last or _due(step, settings.save_freq)):
             with self.phase("save_checkpoint"):
                 self._save(step)
+            self._tracker.log(step, self._watch.take())
 
     def end(self) -> None:
         """Waits for the last checkpoint and closes the trackers."""
@@ -256,7 +269,7 @@ class Run:
             return
         sampling = self.config.actor_rollout_ref.rollout.val_kwargs
         with self.phase("testing"):
-            found = validate(self._roles, self._validation(), sampling, step=step)
+            found = validate(self._roles, map(self._offer, self._validation()), sampling, step=step)
         self._validated_at = step
         self.record(found.metrics)
         self.last_validation = found.metrics

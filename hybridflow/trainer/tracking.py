@@ -45,7 +45,7 @@ class Tracker(Protocol):
     """One destination. Built from a ``RunInfo``; the composite calls it from one thread with plain names and values."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of ``step``; steps do not decrease."""
+        """Takes metrics of ``step``; steps do not decrease, and a step may come again with more of them."""
         ...
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -207,7 +207,8 @@ class JsonlTracker:
 
     NaN and infinities become null, so that every line is JSON. The first logged step ``s`` says which run it is: for
     ``s <= 1`` a new one (older files are moved aside), a later one goes on behind the lines before ``s`` (a torn last
-    line and steps that are done again are dropped). A step that is logged twice is merged.
+    line and steps that are done again are dropped). A step that is logged twice is merged; kill -9 in between
+    leaves the first.
     """
 
     def __init__(self, info: RunInfo) -> None:
@@ -224,9 +225,13 @@ class JsonlTracker:
             offset, row = self._last[1], {**self._last[2], **row}
         else:
             offset = self._metrics.stat().st_size if self._metrics.exists() else 0
-        with open(self._metrics, "ab") as file:
-            file.truncate(offset)
-            file.write(json.dumps(row).encode() + b"\n")
+        line = json.dumps(row).encode() + b"\n"
+        file = os.open(self._metrics, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            os.pwrite(file, line, offset)  # over the line that it replaces, in one call: it never disappears
+            os.ftruncate(file, offset + len(line))
+        finally:
+            os.close(file)
         self._last = (step, offset, row)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:

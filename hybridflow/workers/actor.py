@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from hybridflow.algorithms.agreement import sampler_agreement
 from hybridflow.algorithms.contract import Loss
 from hybridflow.algorithms.credit import assign_credit
 from hybridflow.algorithms.lagrange import assign_cost_credit
@@ -18,6 +19,7 @@ from hybridflow.algorithms.losses import ActorLoss
 from hybridflow.algorithms.pretraining import PretrainingMix
 from hybridflow.algorithms.rewards import RewardNormalizer
 from hybridflow.batch.batch import Batch
+from hybridflow.config.model import ModelConfig
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import RankContext
 from hybridflow.dispatch.register import register
@@ -30,8 +32,7 @@ from hybridflow.utils.optional import load
 from hybridflow.workers.minibatch import micro_batching
 from hybridflow.workers.peak_memory import PeakMemory
 from hybridflow.workers.pretraining import load_pretraining
-from hybridflow.workers.residence import resident
-from hybridflow.workers.saving import begin_save
+from hybridflow.workers.saving import TrainedWorker
 from hybridflow.workers.update import Schedule, memory_metrics, update_epochs
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ CREDIT = (
 """Columns that policy losses read, where they are."""
 
 
-class ActorWorker:
+class ActorWorker(TrainedWorker):
     """One rank of the policy.
 
     Args:
@@ -94,23 +95,9 @@ class ActorWorker:
             unit=actor.optim.schedule_unit,
         )
         self._peaks = PeakMemory(context.device)
-        # Where FSDP is the only axis, shards are laid out so that the generator's slices need the fewest bytes.
-        plain_fsdp = dims.dp_shard == dims.world and dims.world % rollout_tp == 0
-        self.engine: TrainEngine = load(TRAIN_ENGINES[actor.strategy])(
-            model=replace(policy.model, path=model_path),
-            head="lm",
-            sharding=self._sharding,
-            dims=dims,
-            optim=actor.optim,
-            grad_clip=actor.grad_clip,
-            device=context.device,
-            total_steps=self._schedule.units(total_steps, config.data.train_batch_size * policy.rollout.n),
-            seed=config.trainer.seed,
-            vocab_limit=vocab_limit,
-            compile_layers=actor.use_torch_compile,
-            shard_order=permuted_order(dims.dp_shard, rollout_tp) if plain_fsdp else None,
-            row_parallel_shard_dim1=plain_fsdp,
-        )
+        units = self._schedule.units(total_steps, config.data.train_batch_size * policy.rollout.n)
+        model = replace(policy.model, path=model_path)
+        self.engine = self._build_engine(model, dims, units, rollout_tp=rollout_tp, vocab_limit=vocab_limit)
         self._loss: Loss = ActorLoss(
             actor,
             max_response_length=config.response_length,
@@ -139,11 +126,39 @@ class ActorWorker:
             sp=dims.sp,
         )
 
+    def _build_engine(
+        self,
+        model: ModelConfig,
+        dims: ParallelDims,
+        units: int | None,
+        *,
+        rollout_tp: int,
+        vocab_limit: int | None,
+    ) -> TrainEngine:
+        # Where FSDP is the only axis, shards are laid out so that the generator's slices need the fewest bytes.
+        plain_fsdp = dims.dp_shard == dims.world and dims.world % rollout_tp == 0
+        actor = self._config.actor_rollout_ref.actor
+        return load(TRAIN_ENGINES[actor.strategy])(
+            model=model,
+            head="lm",
+            sharding=self._sharding,
+            dims=dims,
+            optim=actor.optim,
+            grad_clip=actor.grad_clip,
+            device=self._context.device,
+            total_steps=units,
+            seed=self._config.trainer.seed,
+            vocab_limit=vocab_limit,
+            compile_layers=actor.use_torch_compile,
+            shard_order=permuted_order(dims.dp_shard, rollout_tp) if plain_fsdp else None,
+            row_parallel_shard_dim1=plain_fsdp,
+        )
+
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Has the devices for the actor inside."""
         self.make_room()
-        with resident(self.engine, self._sharding):
+        with super().at_work():
             yield
 
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("old_log_probs", "old_entropy"))
@@ -158,8 +173,8 @@ class ActorWorker:
 
     @register(dispatch="RANK_ZERO")
     def compute_advantage(self, batch: Batch, *, kl_coef: float = 0.0) -> tuple[Batch, Metrics]:
-        """Columns and metrics of credit assignment over the whole batch (algorithms/credit.py)."""
-        return assign_credit(
+        """Columns and metrics of credit assignment over the whole batch, and how well sampler and trainer agree."""
+        credit, metrics = assign_credit(
             batch,
             self._config.algorithm,
             kl_coef=kl_coef,
@@ -168,6 +183,7 @@ class ActorWorker:
             normalizer=self._normalizer,
             policy_loss=self._config.actor_rollout_ref.actor.policy_loss,
         )
+        return credit, {**metrics, **sampler_agreement(batch.with_columns(**credit.columns()))}
 
     @register(dispatch="RANK_ZERO")
     def compute_cost_advantage(self, batch: Batch, *, multiplier: float) -> tuple[Batch, Metrics]:
@@ -195,27 +211,15 @@ class ActorWorker:
 
     @register(dispatch="ONE_TO_ALL")
     def save_checkpoint(self, folder: str) -> None:
-        """Writes model, optimizer, schedule and (rank 0, which assigns credit) running reward statistics."""
-        with self.at_work():
-            begin_save(self.engine, folder, self._checkpoint)
+        """See ``TrainedWorker``; rank 0, which assigns credit, writes running reward statistics too."""
+        super().save_checkpoint(folder)
         if self._normalizer is not None and self._context.rank == 0 and "extra" in self._checkpoint.save_contents:
             (Path(folder) / NORMALIZER_FILE).write_text(json.dumps(self._normalizer.state_dict()))
 
     @register(dispatch="ONE_TO_ALL")
-    def checkpoint_written(self) -> bool:
-        """Whether this rank has nothing left to write."""
-        return self.engine.saved()
-
-    @register(dispatch="ONE_TO_ALL")
-    def finish_checkpoint(self) -> None:
-        """Completes a save in the background."""
-        self.engine.finish_save()
-
-    @register(dispatch="ONE_TO_ALL")
     def load_checkpoint(self, folder: str) -> None:
-        """Restores what ``checkpoint.load_contents`` names."""
-        with self.at_work():
-            self.engine.load(folder, contents=self._checkpoint.load_contents)
+        """See ``TrainedWorker``."""
+        super().load_checkpoint(folder)
         if self._normalizer is not None and self._context.rank == 0 and "extra" in self._checkpoint.load_contents:
             statistics = Path(folder) / NORMALIZER_FILE
             if statistics.exists():

@@ -17,12 +17,11 @@ from hybridflow.utils.optional import load
 from hybridflow.workers.actor import SEQUENCE
 from hybridflow.workers.minibatch import micro_batching
 from hybridflow.workers.peak_memory import PeakMemory
-from hybridflow.workers.residence import resident
-from hybridflow.workers.saving import begin_save
+from hybridflow.workers.saving import TrainedWorker
 from hybridflow.workers.update import Schedule, memory_metrics, update_epochs
 
 
-class CriticWorker:
+class CriticWorker(TrainedWorker):
     """One rank of the value model; arguments as the actor's."""
 
     def __init__(
@@ -69,14 +68,14 @@ class CriticWorker:
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("values",))
     def compute_values(self, batch: Batch) -> Batch:
         """values, ``[b, T]`` float32: return expected before each response token (never tempered)."""
-        with resident(self.engine, self._sharding), self._peaks.phase("compute_values"):
+        with self.at_work(), self._peaks.phase("compute_values"):
             found = self.engine.forward(batch, frozenset({"values"}), temperature=1.0, micro=self._forward_micro)
         return Batch({"values": found["values"]})
 
     @register(dispatch="MESH_3D", reads=(*SEQUENCE, "values", "returns", "loss_mask", "row_index"))
     def update_critic(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
         """All mini-batches and epochs of one trainer step."""
-        with resident(self.engine, self._sharding), self._peaks.phase("update_critic"):
+        with self.at_work(), self._peaks.phase("update_critic"):
             metrics = update_epochs(
                 self.engine,
                 batch,
@@ -90,25 +89,3 @@ class CriticWorker:
                 find_anomaly=self._find_anomaly,
             )
         return metrics | memory_metrics(self.engine, self._peaks)
-
-    @register(dispatch="ONE_TO_ALL")
-    def save_checkpoint(self, folder: str) -> None:
-        """Writes model, optimizer and schedule."""
-        with resident(self.engine, self._sharding):
-            begin_save(self.engine, folder, self._checkpoint)
-
-    @register(dispatch="ONE_TO_ALL")
-    def checkpoint_written(self) -> bool:
-        """Whether this rank has nothing left to write."""
-        return self.engine.saved()
-
-    @register(dispatch="ONE_TO_ALL")
-    def finish_checkpoint(self) -> None:
-        """Completes a save in the background."""
-        self.engine.finish_save()
-
-    @register(dispatch="ONE_TO_ALL")
-    def load_checkpoint(self, folder: str) -> None:
-        """Restores what ``checkpoint.load_contents`` names."""
-        with resident(self.engine, self._sharding):
-            self.engine.load(folder, contents=self._checkpoint.load_contents)

@@ -1,11 +1,15 @@
-"""What a trained role puts into its folder of a checkpoint."""
+"""What a trained role puts into its folder of a checkpoint, and the calls that do it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from hybridflow.config.model import CheckpointContentsConfig
+from hybridflow.config.model import CheckpointContentsConfig, FSDPConfig
+from hybridflow.dispatch.register import register
 from hybridflow.engines.train.base import TrainEngine
+from hybridflow.workers.residence import resident
 
 EXPORT = "huggingface"
 """Folder of the exported model inside the role's."""
@@ -21,3 +25,39 @@ def begin_save(engine: TrainEngine, folder: str, config: CheckpointContentsConfi
     contents = [content for content in config.save_contents if content != "hf_model"]
     if contents:
         engine.save(folder, contents=contents, background=config.async_save)
+
+
+class TrainedWorker:
+    """A worker with an engine that is trained, and so saved and restored; base of the actor and the critics."""
+
+    engine: TrainEngine
+    _sharding: FSDPConfig
+    _checkpoint: CheckpointContentsConfig
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Has the devices for this role inside."""
+        with resident(self.engine, self._sharding):
+            yield
+
+    @register(dispatch="ONE_TO_ALL")
+    def save_checkpoint(self, folder: str) -> None:
+        """Writes what ``checkpoint.save_contents`` names, or begins to."""
+        with self.at_work():
+            begin_save(self.engine, folder, self._checkpoint)
+
+    @register(dispatch="ONE_TO_ALL")
+    def checkpoint_written(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return self.engine.saved()
+
+    @register(dispatch="ONE_TO_ALL")
+    def finish_checkpoint(self) -> None:
+        """Completes a save in the background."""
+        self.engine.finish_save()
+
+    @register(dispatch="ONE_TO_ALL")
+    def load_checkpoint(self, folder: str) -> None:
+        """Restores what ``checkpoint.load_contents`` names."""
+        with self.at_work():
+            self.engine.load(folder, contents=self._checkpoint.load_contents)

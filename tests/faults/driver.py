@@ -1,6 +1,7 @@
 """A driver that gets into trouble: ``python -m tests.faults.driver {local,ray} {raise,die} FOLDER``.
 
-Writes the pids of its ranks to FOLDER/pids once they stand, then raises without any clean-up, or waits to be killed.
+Writes the pids of its ranks to FOLDER/pids once they stand and keep rows, then raises without any clean-up, or waits to
+be killed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+from hybridflow.batch.batch import Batch
 from hybridflow.single_controller.cluster import start_ray
 from hybridflow.single_controller.lanes import LaneGroup
 from hybridflow.single_controller.local_group import LocalGroup
@@ -27,12 +31,15 @@ def open_group(kind: str) -> LaneGroup:
 def main(kind: str, trouble: str, folder: str) -> None:
     group = open_group(kind)
     pids = [info["pid"] for info in group.call("echo", "whoami").wait()]
+    kept = group.keep(Batch({"x": torch.arange(8), "wide": torch.ones(8, 100)}))
+    made = group.call("wide", "make", kept).wait()
     part = Path(folder) / "part"
     part.write_text(" ".join(map(str, pids)))
     part.rename(Path(folder) / "pids")
     if trouble == "raise":
         group.call("echo", "fail", rank=1).wait()
     time.sleep(600)
+    del kept, made  # until here rows are kept by the driver and by both ranks
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from hybridflow.batch.batch import Batch
 from hybridflow.dispatch.group import WorkerGroup, WorkerSpec
 from hybridflow.single_controller import health
+from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.single_controller.replicas import ReplicaGroup
 from hybridflow.utils.errors import LostError, WorkerError
@@ -32,7 +33,7 @@ def open_replicas() -> Iterator[Open]:
 
     def give(welcome: Callable[[WorkerGroup], None] | None = None) -> ReplicaGroup:
         group = ReplicaGroup(
-            lambda number: LocalGroup(2, SPEC, preload=(), name=f"replica{number}"),
+            lambda number: LocalGroup(2, SPEC, GroupSettings(name=f"replica{number}"), preload=()),
             2,
             welcome=welcome or (lambda replica: replica.call("server", "hold", 3).wait()),
             restarts=2,

@@ -17,10 +17,11 @@ import pytest
 from hybridflow.dispatch.group import WorkerSpec
 from hybridflow.single_controller import health
 from hybridflow.single_controller.cluster import Cluster
-from hybridflow.single_controller.lanes import LaneGroup
+from hybridflow.single_controller.lanes import GroupSettings, LaneGroup
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.single_controller.ray_group import RayGroup
 from hybridflow.single_controller.resource_pool import ResourcePool
+from hybridflow.single_controller.segments import remove_segments_of_the_dead, segments_of
 from hybridflow.utils.errors import LostError, WorkerError
 from tests import ranks
 from tests.unit.single_controller.contract import SPECS, WORKERS
@@ -148,7 +149,7 @@ def test_a_rank_that_dies_while_it_is_built_is_named() -> None:
 
 
 def test_a_wait_on_one_group_notices_a_death_in_another() -> None:
-    waiting, dying = LocalGroup(2, SPECS, preload=(), name="waiting"), LocalGroup(2, SPECS, preload=(), name="dying")
+    waiting, dying = (LocalGroup(2, SPECS, GroupSettings(name=name), preload=()) for name in ("waiting", "dying"))
     try:
         kill_later(pids_of(dying)[0], 0.5)
         begun = time.monotonic()
@@ -195,14 +196,14 @@ def test_a_crash_of_a_ray_rank_shows_the_fatal_error_of_its_log(ray_pair: RayGro
         ray_pair.call("echo", "crash", rank=1).wait()
 
 
-@pytest.mark.parametrize("trouble", ["raise", "die"])
+@pytest.mark.parametrize("trouble", ["raise", "die", "die with a rank"])
 @pytest.mark.parametrize("kind", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
-def test_no_process_outlives_its_driver(kind: str, trouble: str, tmp_path: Path) -> None:
-    """An exception that nobody catches, or kill -9 on the driver itself.
+def test_no_process_and_no_row_outlives_its_driver(kind: str, trouble: str, tmp_path: Path) -> None:
+    """An exception that nobody catches, or kill -9 on the driver itself, alone or at once with one of its ranks.
 
     After a kill -9 two agents of Ray's own (2.60) look for their cluster for another minute; they are not waited for.
     """
-    command = [sys.executable, "-m", "tests.faults.driver", kind, trouble, str(tmp_path)]
+    command = [sys.executable, "-m", "tests.faults.driver", kind, trouble.split()[0], str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     everyone, agents = [], []
     driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -211,15 +212,36 @@ def test_no_process_outlives_its_driver(kind: str, trouble: str, tmp_path: Path)
         started = health.descendants([driver.pid])
         agents = [pid for pid in started if _is_agent_of_ray(pid)]
         everyone = [pid for pid in started if pid not in agents]
-        if trouble == "die":
+        assert kind == "ray" or all(segments_of([pid]) for pid in (driver.pid, *pids)), "rows are kept by all three"
+        if trouble != "raise":
             driver.kill()
+        if trouble == "die with a rank":
+            os.kill(pids[1], signal.SIGKILL)
         _, errors = driver.communicate(timeout=60)
         assert driver.returncode != 0
         if trouble == "raise":
             assert "ConfigError: this rank was told to fail" in errors, "the first real traceback is shown"
         assert health.wait_gone([*pids, *everyone], timeout_s=20.0) == []
+        assert segments_of([driver.pid, *everyone]) == []
     finally:
         health.kill([driver.pid, *everyone, *agents])
+
+
+def test_what_a_tree_of_processes_kept_goes_with_the_next_group_when_all_died_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.faults.driver", "local", "die", str(tmp_path)]
+    driver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    everyone = [driver.pid]
+    try:
+        _wait_for_pids(tmp_path / "pids", driver)
+        everyone += health.descendants([driver.pid])
+        for pid in everyone:
+            os.kill(pid, signal.SIGSTOP)  # so that nobody cleans up behind another
+    finally:
+        health.kill(everyone)
+        driver.communicate()
+    assert len(segments_of(everyone)) == 3
+    remove_segments_of_the_dead()  # as every LocalGroup does first
+    assert segments_of(everyone) == []
 
 
 def _is_agent_of_ray(pid: int) -> bool:

@@ -102,8 +102,10 @@ def test_loading_what_was_not_saved_says_which_key_to_change(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_the_manifest_says_which_versions_and_layout_wrote_it(tmp_path):
+def test_the_manifest_says_which_versions_and_layout_wrote_it_and_its_step_how_long_it_took(tmp_path):
     run_job(tmp_path, **RUN | {"trainer.save_freq": 4})
+    timed = [row["step"] for row in read_metrics(tmp_path) if "timing_s/save_checkpoint" in row]
+    assert timed == [4], "what a checkpoint took stands in the line of its own step"
     manifest = json.loads((tmp_path / "global_step_4" / "manifest.json").read_text())
     assert manifest["versions"]["torch"] == torch.__version__
     assert manifest["layout"] == {"nnodes": 1, "n_gpus_per_node": 1}

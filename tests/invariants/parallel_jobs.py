@@ -1,14 +1,22 @@
 """Runs small main jobs at one layout, one after the other, and leaves their metrics: arguments LAYOUT FOLDER.
 
+Also watched: the rows that ranks keep for a step are gone when it ends.
+
 A program of its own: the ranks of a local group are processes of a fork server, which needs a guarded main module.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from hybridflow.batch.batch import Batch
+from hybridflow.single_controller import health
+from hybridflow.single_controller.segments import segments_of
+from hybridflow.trainer.ppo import PPOTrainer
+from hybridflow.trainer.run import Run
 from tests.jobs import run_job
 
 ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
@@ -29,8 +37,27 @@ def run_layout(layout: str, folder: Path) -> None:
     """Runs every job of ``JOBS`` at ``layout`` into ``folder/<job>``."""
     degrees = {f"{role}.{name}": size for role in ROLES for name, size in LAYOUTS[layout].items()}
     ranks = {"trainer.n_gpus_per_node": 1 if layout == "one" else 2, "trainer.threads_per_worker": 1}
+    watch_kept_rows()
     for name, options in JOBS.items():
         run_job(folder / name, **options, **degrees, **ranks)
+
+
+def watch_kept_rows() -> None:
+    """From now on a step that leaves rows of its batch behind, or keeps none although it has ranks, is an error."""
+    learn, after = PPOTrainer.learn, Run.after
+
+    def kept() -> list[Path]:
+        return segments_of([os.getpid(), *health.descendants([os.getpid()])])
+
+    def learning(trainer: PPOTrainer, batch: Batch, step: int) -> None:
+        assert bool(kept()) == (trainer.config.trainer.n_gpus_per_node > 1)
+        learn(trainer, batch, step)
+
+    def leaving(run: Run, step: int) -> None:
+        assert kept() == []
+        after(run, step)
+
+    PPOTrainer.learn, Run.after = learning, leaving
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hybridflow.dispatch.group import WorkerSpec
 from hybridflow.single_controller import health
 from hybridflow.single_controller.cluster import SLOT, Cluster, check_ray_init, start_ray, stop_ray
+from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.single_controller.ray_group import RayGroup
 from hybridflow.single_controller.resource_pool import ResourcePool
@@ -31,7 +33,7 @@ class Opener:
         self._pool = pool
 
     def __call__(self, specs: Any = SPECS, **settings: Any) -> RayGroup:
-        return RayGroup(self._pool, specs, collective_timeout_s=60, **settings)
+        return RayGroup(self._pool, specs, GroupSettings(collective_timeout_s=60, **settings))
 
 
 @pytest.fixture
@@ -48,6 +50,16 @@ def test_a_healthy_group_keeps_the_contract(open_pair: Opener) -> None:
     try:
         contract.results_are_those_of_one_rank(group, beside)
         contract.only_the_columns_that_are_read_travel(group)
+        contract.wide_results_stay_where_they_were_made(group)
+        contract.what_the_driver_keeps_leaves_it_once(group)
+        contract.a_call_in_flight_holds_what_it_reads(group)
+        made = group.call("wide", "make", batch_of(8)).wait()
+        assert group.call("wide", "owned").wait() == [1, 1]
+        first = made.rows([0])
+        del made
+        _wait_for(lambda: group.call("wide", "owned").wait() == [1, 0])
+        del first
+        _wait_for(lambda: group.call("wide", "owned").wait() == [0, 0])
         contract.calls_run_in_submission_order(group)
         contract.roles_of_one_group_share_processes_and_one_thread(group)
         contract.only_rank_zero_is_called_by_rank_zero(group)
@@ -64,6 +76,19 @@ def test_a_healthy_group_keeps_the_contract(open_pair: Opener) -> None:
         group.shutdown()
         beside.shutdown()
     assert health.wait_gone(pids, timeout_s=1.0) == []
+
+
+def _wait_for(happens: Callable[[], bool]) -> None:
+    """Ray frees in the background; seconds are plenty."""
+    until = time.monotonic() + 20
+    while not happens() and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.1)
+    assert happens()
+
+
+def test_rows_die_with_the_rank_that_made_them(open_pair: Opener) -> None:
+    contract.rows_die_with_the_rank_that_made_them(open_pair)
 
 
 def test_one_failing_rank_is_named_though_its_peer_hangs(open_pair: Opener) -> None:
@@ -107,7 +132,7 @@ def test_more_slots_than_exist_are_refused_at_once_with_what_each_node_has(clust
         RayGroup(ResourcePool([3], name="big"), SPECS)
     assert time.monotonic() - begun < 30
     with pytest.raises(MachineError, match=r"(?s)needs 1 GPUs.*0 in all, 0 free"):
-        RayGroup(ResourcePool([1]), SPECS, device="cuda")
+        RayGroup(ResourcePool([1]), SPECS, GroupSettings(device="cuda"))
 
 
 def test_slots_that_others_hold_are_waited_for_and_then_named(cluster: Cluster) -> None:

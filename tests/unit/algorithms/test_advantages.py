@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.algorithms.advantages import ADVANTAGES, GROUP_BASELINES, NEEDS, needs_of, resolve
+from hybridflow.algorithms.advantages import ADVANTAGES, NEEDS, needs_of, resolve
 from hybridflow.config.checks import GROUP_ESTIMATORS
 from hybridflow.config.choices import ADV_ESTIMATORS
 from hybridflow.config.root import VALUE_ESTIMATORS
@@ -142,7 +142,6 @@ def test_the_registry_holds_exactly_the_allowed_names() -> None:
     assert tuple(ADVANTAGES) == ADV_ESTIMATORS
     assert set(NEEDS) == set(ADVANTAGES)
     assert {name for name, columns in NEEDS.items() if "values" in columns} == set(VALUE_ESTIMATORS)
-    assert GROUP_BASELINES == GROUP_ESTIMATORS  # rollout.n=1 is refused for them at start
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -187,14 +186,14 @@ def test_groups_are_found_by_id_wherever_their_rows_stand() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(GROUP_BASELINES - {"gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"})
+    "name", sorted(GROUP_ESTIMATORS - {"gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"})
 )
 def test_one_sample_per_prompt_has_advantage_zero_under_every_group_baseline(name: str) -> None:
     """B01: rewards [1, .5] of two prompts with n=1; one rule for all, no nan."""
     assert outcomes([1.0, 0.5], [0, 1], name) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", sorted(GROUP_BASELINES))
+@pytest.mark.parametrize("name", sorted(GROUP_ESTIMATORS))
 def test_a_lone_survivor_has_advantage_zero(name: str) -> None:
     """B01, B15: in the case, group 9 is a singleton and two rows of group 2 and 5 have lost tokens or all of them."""
     found, _ = run(name, case())

@@ -86,6 +86,7 @@ def test_an_older_spelling_arrives_at_the_key_of_ours(override, read, value):
         "actor_rollout_ref.rollout.mode=async",
         "actor_rollout_ref.actor.fsdp_config.use_orig_params=true",
         "trainer.use_legacy_worker_impl=disable",
+        "data.dataloader_num_workers=8",
         "reward_model.reward_manager=dapo",
         "reward_model.reward_kwargs.max_resp_len=8",
         "actor_rollout_ref.rollout.multi_turn.enable=false",

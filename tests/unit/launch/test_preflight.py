@@ -244,6 +244,23 @@ def test_ppo_with_many_samples_is_pointed_out():
     assert plan("algorithm.adv_estimator=gae", f"{POLICY}.rollout.n=1").notes == ()
 
 
+def test_an_asynchronous_rollout_is_told_what_it_gets():
+    assert any("mode=async is the same loop as sync" in note for note in plan(f"{POLICY}.rollout.mode=async").notes)
+    assert plan(f"{POLICY}.rollout.mode=sync").notes == ()
+
+
+def test_checkpoints_that_this_configuration_could_not_resume_from_are_pointed_out():
+    lacks = f"{POLICY}.actor.checkpoint.save_contents=[model,extra]"
+    notes = plan(lacks, "trainer.save_freq=5").notes
+    assert any("lacks optimizer" in note and "load_contents=[model,extra]" in note for note in notes)
+    assert plan(lacks, "trainer.save_freq=5", f"{POLICY}.actor.checkpoint.load_contents=[model,extra]").notes == ()
+    assert plan(lacks, "trainer.save_freq=-1").notes == ()
+    critic = ("critic.checkpoint.save_contents=[model]", "trainer.save_freq=5")
+    assert plan(*critic).notes == ()
+    with_critic = plan(*critic, "algorithm.adv_estimator=gae", f"{POLICY}.rollout.n=1").notes
+    assert any(note.startswith("critic.checkpoint") for note in with_critic)
+
+
 def test_planning_and_judging_import_no_torch():
     code = (
         "import sys\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,11 @@ from hybridflow.single_controller.lanes import LaneGroup
 from hybridflow.utils.errors import ColumnError, ConfigError, DeadlineError, StateError, WorkerError
 
 WORKERS = "tests.unit.single_controller.workers"
-SPECS = (WorkerSpec(role="echo", target=f"{WORKERS}:Echo"), WorkerSpec(role="sibling", target=f"{WORKERS}:Sibling"))
+SPECS = (
+    WorkerSpec(role="echo", target=f"{WORKERS}:Echo"),
+    WorkerSpec(role="sibling", target=f"{WORKERS}:Sibling"),
+    WorkerSpec(role="wide", target=f"{WORKERS}:Wide"),
+)
 Open = Callable[..., LaneGroup]
 """Opens a group of two ranks: (specs, **settings)."""
 
@@ -41,6 +46,57 @@ def only_the_columns_that_are_read_travel(group: LaneGroup) -> None:
     assert group.bytes_moved() == 0
 
 
+def wide_results_stay_where_they_were_made(group: LaneGroup) -> None:
+    """Rows of ``wide`` are 100 or 101 numbers of 8 bytes; with ``other`` 64 rows are 100 KiB."""
+    group.bytes_moved(), group.bytes_over_fetched()
+    batch = Batch({"x": torch.arange(64)})
+    made = group.call("wide", "make", batch).wait()
+    assert made["maker"].tolist() == [0] * 32 + [1] * 32
+    sums = group.call("wide", "add_up", made).wait()["total"]
+    assert torch.equal(sums, torch.arange(64) * torch.tensor([100] * 32 + [101] * 32))
+    assert group.bytes_moved() < 64 * 100, "wide columns went through the driver"
+    assert group.bytes_over_fetched() == 64 * 100 * 8 + 32 * 8, "of two columns in one object only one was read"
+
+    order = torch.arange(63, -1, -2)  # rows of the other rank first, half of them
+    assert torch.equal(group.call("wide", "add_up", made.rows(order)).wait()["total"], sums[order])
+    for rows in (1, 3):  # a pad is cut off, and rows are on one rank only
+        assert torch.equal(group.call("wide", "add_up", made.rows(slice(0, rows))).wait()["total"], sums[:rows])
+    group.bytes_moved()
+    assert made["wide"].shape == (64, 101) and torch.equal(made["wide"].sum(1), sums)
+    assert group.bytes_moved() >= 2 * 64 * 100 * 8, "what the driver reads is counted"
+
+
+def what_the_driver_keeps_leaves_it_once(group: LaneGroup) -> None:
+    group.bytes_moved()
+    kept = group.keep(Batch({"wide": torch.ones(64, 100, dtype=torch.long)}))
+    for _ in range(3):
+        assert group.call("wide", "add_up", kept.repeat(2)).wait()["total"].tolist() == [100] * 128
+    assert 64 * 100 * 8 <= group.bytes_moved() < 64 * 100 * 8 + 3 * 128 * 100
+
+
+def a_call_in_flight_holds_what_it_reads(group: LaneGroup) -> None:
+    made = group.call("wide", "make", Batch({"x": torch.arange(4)})).wait()
+    group.call("echo", "doze", seconds=0.3)
+    pending = group.call("wide", "add_up", made)
+    del made
+    gc.collect()
+    assert pending.wait()["total"].tolist() == [0, 100, 202, 303]
+
+
+def rows_die_with_the_rank_that_made_them(open_group: Open) -> None:
+    group = open_group(SPECS)
+    try:
+        made = group.call("wide", "make", Batch({"x": torch.arange(4)})).wait()
+        with pytest.raises(WorkerError, match="died"):
+            group.call("wide", "kill_self", rank=1).wait()
+        with pytest.raises(WorkerError, match=r"rows are lost: they were kept by rank 1 of 2 \(roles echo, .*pid \d+"):
+            made.rows([3])["wide"]
+        with pytest.raises(WorkerError, match="cannot go on after"):
+            group.call("wide", "add_up", made)
+    finally:
+        group.shutdown()
+
+
 def calls_run_in_submission_order(group: LaneGroup) -> None:
     begun = time.monotonic()
     slow = group.call("echo", "note", "slow", seconds=0.5)
@@ -58,7 +114,7 @@ def roles_of_one_group_share_processes_and_one_thread(group: LaneGroup) -> None:
     assert [info["rank"] for info in infos] == [0, 1]
     assert len({info["pid"] for info in infos}) == 2
     assert all(info["same_thread"] and info["world"] == 2 for info in infos)
-    assert all(info["siblings"] == ["echo", "sibling"] for info in infos)
+    assert all(info["siblings"] == ["echo", "sibling", "wide"] for info in infos)
     group.call("echo", "note", "x")
     assert [words[-1] for words in group.call("sibling", "words").wait()] == ["x", "x"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -16,6 +17,7 @@ import torch
 
 from hybridflow.dispatch.group import WorkerSpec
 from hybridflow.single_controller.host import Rendezvous, open_store
+from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import ConfigError, MachineError, WorkerError
@@ -27,7 +29,7 @@ assert ranks  # its preloads are the session's; preload=() leaves them alone
 
 
 def open_pair(specs: Any = SPECS, **settings: Any) -> LocalGroup:
-    return LocalGroup(2, specs, preload=(), collective_timeout_s=60, **settings)
+    return LocalGroup(2, specs, GroupSettings(collective_timeout_s=60, **settings), preload=())
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,9 @@ def test_results_are_those_of_one_rank(pair: LocalGroup, alone: LocalGroup) -> N
     "sentence",
     [
         contract.only_the_columns_that_are_read_travel,
+        contract.wide_results_stay_where_they_were_made,
+        contract.what_the_driver_keeps_leaves_it_once,
+        contract.a_call_in_flight_holds_what_it_reads,
         contract.calls_run_in_submission_order,
         contract.roles_of_one_group_share_processes_and_one_thread,
         contract.only_rank_zero_is_called_by_rank_zero,
@@ -70,6 +75,7 @@ def test_contract(sentence: Any, pair: LocalGroup) -> None:
     "sentence",
     [
         contract.one_failing_rank_is_named_though_its_peer_hangs,
+        contract.rows_die_with_the_rank_that_made_them,
         contract.a_worker_that_cannot_be_built_is_named,
         contract.a_slow_start_passes_its_deadline,
     ],
@@ -91,7 +97,48 @@ def test_workers_are_closed_at_shutdown(tmp_path: Path) -> None:
     contract.workers_are_closed_at_shutdown(open_pair, tmp_path)
 
 
+def kept_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("hybridflow-kept-*")}
+
+
+def test_rows_are_freed_with_the_last_batch_that_refers_to_them() -> None:
+    before, group = kept_files(), open_pair()
+    try:
+        made = group.call("wide", "make", batch_of(8)).wait()
+        assert len(kept_files() - before) == 2
+        first = made.rows([0])
+        del made
+        gc.collect()
+        assert len(kept_files() - before) == 1, "only the object of row 0 is needed"
+        del first
+        gc.collect()
+        assert kept_files() <= before
+        left = group.call("wide", "make", batch_of(8)).wait()
+    finally:
+        group.shutdown()
+    assert kept_files() <= before, "a group that ends leaves nothing behind"
+    with pytest.raises(WorkerError, match="rows are lost"):
+        left["wide"]
+
+
+def test_a_group_reads_what_another_group_made(pair: LocalGroup, alone: LocalGroup) -> None:
+    made = pair.call("wide", "make", batch_of(5)).wait()
+    assert alone.call("wide", "add_up", made).wait()["total"].tolist() == [0, 100, 200, 303, 404]
+    other = open_pair()
+    try:
+        assert other.call("wide", "add_up", made).wait()["total"].tolist() == [0, 100, 200, 303, 404]
+    finally:
+        other.shutdown()
+
+
 # ------------------------------------------------------------------------------------------------- one rank in process
+
+
+def test_one_rank_hands_out_its_own_tensors(alone: LocalGroup) -> None:
+    alone.bytes_moved()
+    made = alone.call("wide", "make", batch_of(4)).wait()
+    assert isinstance(made.columns()["wide"], torch.Tensor) and alone.keep(made) is made
+    assert alone.bytes_moved() == 4 * 8 + 4 * 1 + 4 * 8, "x and valid out, maker back"
 
 
 def test_one_rank_lives_in_the_calling_process_and_thread(alone: LocalGroup) -> None:
@@ -120,7 +167,7 @@ def test_two_groups_of_one_rank_share_the_world_of_the_process(alone: LocalGroup
 
 def test_a_missing_environment_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        LocalGroup(1, SPECS, environment={"HYBRIDFLOW_TEST_UNSET": "1"}).shutdown()
+        LocalGroup(1, SPECS, GroupSettings(environment={"HYBRIDFLOW_TEST_UNSET": "1"})).shutdown()
     assert "HYBRIDFLOW_TEST_UNSET" in caplog.text
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import pickle
 import threading
 
 import pytest
 import torch
 
 from hybridflow.batch.batch import Batch
+from hybridflow.batch.refs import Kept
 from hybridflow.single_controller.wire import pack, unpack
 
 
@@ -45,3 +47,21 @@ def test_a_batch_arrives_with_all_its_columns() -> None:
 def test_what_cannot_travel_is_an_error() -> None:
     with pytest.raises(TypeError, match="cannot pickle"):
         pack(threading.Lock())
+
+
+class Noted(Kept):
+    def read(self):
+        raise AssertionError("travelling reads nothing")
+
+
+@pytest.mark.parametrize("beside", [None, []])
+def test_a_reference_travels_as_its_token_and_arrives_once(beside: list | None) -> None:
+    kept, other = Noted("place", 7, "me"), Noted("elsewhere", 8, "you")
+    data = pack({"one": kept, "again": [kept], "other": other}, beside)
+    assert beside in (None, ["place", "elsewhere"])
+    arrived = unpack(data, Noted, beside)
+    assert arrived["one"] is arrived["again"][0] and arrived["one"] is not kept
+    assert (arrived["one"].token, arrived["one"].size, arrived["one"].owner) == ("place", 7, "me")
+    assert arrived["other"].token == "elsewhere"
+    with pytest.raises(pickle.UnpicklingError):
+        unpack(data)

@@ -121,6 +121,37 @@ class Echo:
         dist.barrier()
 
 
+class Wide:
+    """Makes wide columns and reads them."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.rank = context.rank
+
+    @register(dispatch="DP_COMPUTE", reads=("x",), writes=("wide", "other"))
+    def make(self, batch: Batch) -> Batch:
+        """``wide``, ``[b, 100 + rank]``: x in every place."""
+        wide = batch["x"][:, None].repeat(1, 100 + self.rank)
+        return Batch({"wide": wide, "other": -wide.double(), "maker": torch.full((len(batch),), self.rank)})
+
+    @register(dispatch="DP_COMPUTE", reads=("wide",), writes=("total",))
+    def add_up(self, batch: Batch) -> Batch:
+        """Sums of ``wide``, ``[b]``."""
+        return Batch({"total": (batch["wide"] * batch["valid"][:, None]).sum(1)})
+
+    @register(dispatch="ONE_TO_ALL")
+    def owned(self) -> int:
+        """Objects that this process keeps in Ray's store."""
+        import ray
+
+        return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+
+    @register(dispatch="ONE_TO_ALL")
+    def kill_self(self, *, rank: int) -> None:
+        """kill -9 on itself."""
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Sibling:
     """A second role of the same process."""
 

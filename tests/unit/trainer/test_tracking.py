@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 
 import numpy as np
@@ -161,6 +162,23 @@ def test_jsonl_holds_one_valid_json_object_a_step(tmp_path):
         {"step": 0, "val": 0.25},
         {"step": 1, "loss": None, "grad": None, "reward": 0.5, "val": 0.3},
     ]
+
+
+def test_a_line_that_cannot_be_completed_stays_as_it_was(tmp_path, monkeypatch):
+    tracker = JsonlTracker(info(tmp_path))
+    tracker.log(1, {"reward": 0.5})
+
+    def die(*_):
+        raise OSError("killed here")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed here"):
+        patch.setattr(os, "pwrite", die)
+        tracker.log(1, {"more": 1})
+    assert lines(tmp_path) == [{"step": 1, "reward": 0.5}]
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed here"):
+        patch.setattr(os, "ftruncate", die)
+        tracker.log(1, {"more": 1})
+    assert lines(tmp_path) == [{"step": 1, "reward": 0.5, "more": 1}]
 
 
 def test_a_resumed_run_appends_without_duplicate_or_torn_steps(tmp_path):
