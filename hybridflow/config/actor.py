@@ -238,7 +238,7 @@ class RolloutConfig(Section):
     load_format: Annotated[str, OneOf(LOAD_FORMATS)] = "dummy"
     """Kept for existing scripts: weights come from the actor in any case."""
     disable_log_stats: bool = True
-    """No vLLM statistics in the log."""
+    """Kept for existing scripts: vLLM's own statistics are never computed; ``timing_s/*`` and ``perf/*`` are."""
     calculate_log_probs: bool = True
     """Kept for existing scripts: the sampler's log-probs are always kept."""
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None

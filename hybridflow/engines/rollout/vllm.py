@@ -1,13 +1,14 @@
 """vLLM in the hosting process, with its step loop in our hands.
 
-``LLMEngine`` is driven by ``add_request`` / ``step`` / ``abort_request``; between two steps nothing is in flight, so
-weights may change there. Tokens are collected here as they come (the backend forgets those of an aborted request), each
-with the weight version that wrote it. With tp > 1 every rank of the group runs the same engine on the same commands
+Its engine core is driven by ``add_request`` / ``get_output`` / ``abort_requests``; between two steps nothing is in
+flight, so weights may change there. Tokens are collected here as they come (the backend forgets those of an aborted
+request), each with the weight version that wrote it; vLLM's own front end, which would detokenize and build an output
+object per token (a tenth of a step of a small model), is left out. With tp > 1 every rank of the group runs the same engine on the same commands
 ("external launcher"), and ``Lockstep`` makes sure that they do.
 
     weights written -> weights_written(v): repack, drop KV and prefix caches, recompute what runs -> tokens of version v
 
-vLLM is used through public calls except for the path to the model's parameters. What is special about the CPU build is
+vLLM is used through its engine's calls except for the path to the model's parameters. What is special about the CPU build is
 in ``vllm_cpu.py``.
 """
 
@@ -27,8 +28,7 @@ from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.version import __version__ as vllm_version
@@ -146,9 +146,11 @@ class VLLMEngine:
                 with vllm_cpu.building(gemm, distributed=tp > 1) as cpu_weights:
                     self._engine = _build(arguments)
                 self._repack = cpu_weights.repack
+                vllm_cpu.seed_by_position(self._runner())
             else:
                 self._engine = _build(arguments)
                 self._repack = _nothing
+        self._core = self._engine.engine_core
         self._lockstep = Lockstep(tp, lockstep_timeout_s) if tp > 1 else None
         self._parameters = engine_parameters(self._model())
         check_names(self._parameters, model_path)
@@ -223,7 +225,7 @@ class VLLMEngine:
         over = [completion for completion in self._over if completion.request_id in wanted]
         running = [response for request_id, response in self._running.items() if request_id in wanted]
         pending = [response for response in self._pending if response.request.request_id in wanted]
-        self._engine.abort_request([response.request.request_id for response in running])
+        self._core.abort_requests([response.request.request_id for response in running])
         for response in running:
             del self._running[response.request.request_id]
         self._pending = [response for response in self._pending if response.request.request_id not in wanted]
@@ -324,21 +326,20 @@ class VLLMEngine:
         done, self._over = self._over, []
         if not self._running:
             return done
-        for output in self._engine.step():
-            assert isinstance(output, RequestOutput), "this engine generates, it does not embed"
+        for output in self._core.get_output().outputs:
             response = self._running[output.request_id]
-            [sample] = output.outputs
-            assert sample.logprobs is not None, "log-probs are asked for in every request"
-            for token_id, candidates in zip(sample.token_ids, sample.logprobs, strict=True):
-                assert candidates is not None
-                response.append(token_id, candidates[token_id].logprob, self._version)
-            self._record(output.request_id, [*sample.token_ids])
-            if not output.finished:
+            assert output.new_logprobs is not None, "log-probs are asked for in every request"
+            log_probs = output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's is the first of a row
+            for token_id, log_prob in zip(output.new_token_ids, log_probs, strict=True):
+                response.append(token_id, log_prob, self._version)
+            self._record(output.request_id, output.new_token_ids)
+            if output.finish_reason is None:
                 continue
-            if sample.finish_reason not in ("stop", "length"):
-                raise EngineError(f"request {output.request_id!r} ended with {sample.finish_reason!r}")
+            reason = str(output.finish_reason)
+            if reason not in ("stop", "length"):
+                raise EngineError(f"request {output.request_id!r} ended with {reason!r}")
             del self._running[output.request_id]
-            done.append(response.complete(sample.finish_reason))
+            done.append(response.complete(reason))
         return done
 
     def _add(self, response: Response) -> None:
@@ -353,10 +354,12 @@ class VLLMEngine:
             ignore_eos=True,  # the model's own end token: ours are all in stop_token_ids
             logprobs=0,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
         )
         prompt = TokensPrompt(prompt_token_ids=[*request.prompt_ids, *response.token_ids])
-        self._engine.add_request(request.request_id, prompt, parameters)
+        given = self._engine.input_processor.process_inputs(
+            request.request_id, prompt, parameters, supported_tasks=self._engine.get_supported_tasks()
+        )
+        self._core.add_request(given)
         self._running[request.request_id] = response
 
     def _record(self, *facts: object) -> None:
@@ -412,7 +415,7 @@ def _engine_arguments(
         "generation_config": "vllm",
         "async_scheduling": False,
         "tensor_parallel_size": tp,
-        "disable_log_stats": config.disable_log_stats,
+        "disable_log_stats": True,
         "enable_sleep_mode": config.free_cache_engine and not on_cpu,
     }
     if tp > 1 or (dist.is_initialized() and not on_cpu):  # on GPU also for tp=1: it takes the device from LOCAL_RANK
