@@ -2,14 +2,14 @@
 
 Its engine core is driven by ``add_request`` / ``get_output`` / ``abort_requests``; between two steps nothing is in
 flight, so weights may change there. Tokens are collected here as they come (the backend forgets those of an aborted
-request), each with the weight version that wrote it; vLLM's own front end, which would detokenize and build an output
-object per token (a tenth of a step of a small model), is left out. With tp > 1 every rank of the group runs the same engine on the same commands
-("external launcher"), and ``Lockstep`` makes sure that they do.
+request), each with the weight version that wrote it; vLLM's front end, which would build an output object per token (a
+tenth of a small model's step), is left out. With tp > 1 every rank of the group runs the same engine on the same
+commands ("external launcher"), and ``Lockstep`` makes sure that they do.
 
     weights written -> weights_written(v): repack, drop KV and prefix caches, recompute what runs -> tokens of version v
 
-vLLM is used through its engine's calls except for the path to the model's parameters. What is special about the CPU build is
-in ``vllm_cpu.py``.
+vLLM is used through its engine's calls except for the path to the model's parameters. What is special about the CPU
+build is in ``vllm_cpu.py`` and ``vllm_cpu_kernels.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.version import __version__ as vllm_version
 
 from hybridflow.config.actor import RolloutConfig
-from hybridflow.engines.rollout import vllm_cpu
+from hybridflow.engines.rollout import vllm_cpu, vllm_cpu_kernels
 from hybridflow.engines.rollout.base import NO_VERSION, Completion, EngineParameters, Request
 from hybridflow.engines.rollout.inflight import DTYPES, Response, drawing_seed, end_token_ids, open_response
 from hybridflow.engines.rollout.lockstep import Lockstep
@@ -146,7 +146,7 @@ class VLLMEngine:
                 with vllm_cpu.building(gemm, distributed=tp > 1) as cpu_weights:
                     self._engine = _build(arguments)
                 self._repack = cpu_weights.repack
-                vllm_cpu.seed_by_position(self._runner())
+                vllm_cpu_kernels.install(self._runner())
             else:
                 self._engine = _build(arguments)
                 self._repack = _nothing

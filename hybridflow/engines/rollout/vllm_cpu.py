@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -30,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.version import __version__ as vllm_version
 
 from hybridflow.utils.errors import EngineError
@@ -44,8 +42,6 @@ ROWS_PER_MATMUL = 16
 FREE_MEMORY_SHARE = 0.25
 """At most this share of the free memory, over all ranks, becomes KV cache when the configuration gives no size."""
 SHARED_MEMORY = Path("/dev/shm")
-_MIX = (0x9E3779B97F4A7C15, 0x94D049BB133111EB, 0xBF58476D1CE4E5B9)
-"""Odd 64-bit constants of SplitMix64."""
 
 
 @dataclass(slots=True)
@@ -144,41 +140,6 @@ def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         return functional.linear(x, weight, bias)
     padded = functional.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, missing))
     return functional.linear(padded, weight, bias)[:rows].reshape(*x.shape[:-1], -1)
-
-
-def seed_by_position(runner: Any) -> None:
-    """Makes the sampler draw from hash(request seed, tokens so far) instead of each request's generator.
-
-    The same numbers whether a sequence is sampled in one go or computed again after a cache was dropped, and all rows in
-    one vector operation: a generator's call per token is an eighth of a step of a small model.
-    """
-    batch = runner.input_batch
-
-    def sample(
-        logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        rows = len(logits)
-        seeds = np.zeros(rows, dtype=np.uint64)  # rows without a generator are greedy: their draw is not used
-        seeds[list(generators)] = [generator.initial_seed() for generator in generators.values()]
-        drawn = drawing_seeds(seeds, batch.num_tokens_no_spec[:rows])
-        logits = apply_top_k_top_p(logits, k, p)
-        log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        return torch.ops._C.fused_gumbel_argmax(logits, torch.from_numpy(drawn)), log_probs
-
-    runner.sampler.topk_topp_sampler.forward = sample
-
-
-def drawing_seeds(seeds: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Seeds ``[b]`` in [0, 2**31) of one draw each, by request seed ``[b]`` and tokens so far ``[b]``.
-
-    The finaliser of SplitMix64 (Steele, Lea and Flood 2014) over their combination.
-    """
-    with np.errstate(over="ignore"):
-        mixed = seeds.astype(np.uint64) * np.uint64(_MIX[0]) + tokens.astype(np.uint64) * np.uint64(_MIX[1])
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MIX[2])
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX[1])
-        mixed ^= mixed >> np.uint64(31)
-    return (mixed >> np.uint64(33)).astype(np.int64)
 
 
 def kv_cache_bytes(*, bytes_per_token: int, max_model_len: int, max_num_seqs: int) -> int:

@@ -14,7 +14,6 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from hybridflow.engines.rollout.base import Completion, Request, SamplingParams, generate
-from hybridflow.engines.rollout.vllm_cpu import drawing_seeds
 from hybridflow.utils.errors import EngineError, StateError
 from hybridflow.utils.seeding import derive_seed
 from tests.integration.vllm.conftest import SIZES, changed, copy, distance, forward_log_probs, load_model, write
@@ -133,17 +132,6 @@ def test_tokens_are_the_same_when_a_response_is_computed_again_midway(engine) ->
     engine.clear_caches()  # what runs is computed again from its tokens: as many draws more, at the same positions
     done = drain(engine)
     assert [done[one.request_id].token_ids for one in requests] == [one.token_ids for one in expected]
-
-
-def test_draws_differ_by_request_and_position_and_are_evenly_spread() -> None:
-    seeds, positions = np.meshgrid(np.arange(300) * 7919, np.arange(300))
-    drawn = drawing_seeds(seeds.ravel(), positions.ravel()).reshape(300, 300)
-    assert drawn.min() >= 0 and drawn.max() < 2**31
-    collisions = drawn.size - len(np.unique(drawn))
-    assert collisions <= 10  # 90,000 of 2**31 at random: 1.9 expected
-    bits = (drawn[..., None] >> np.arange(31)) & 1
-    flips = [np.diff(bits, axis=axis).astype(bool).mean(axis=(0, 1)) for axis in (0, 1)]
-    assert max(np.abs(flip - 0.5).max() for flip in flips) < 0.01  # neighbours share no bit: 90,000 tosses, 6 sigma
 
 
 def test_sampled_tokens_follow_the_distribution(engine, model) -> None:
