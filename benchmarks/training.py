@@ -1,10 +1,12 @@
 """Speed of the training engine in one process: against a plain PyTorch loop, and as a share of the matmul ceiling.
 
     python benchmarks/training.py MODEL_FOLDER [--tokens 2048] [--segment 128] [--dtype fp32] [--repeat 3]
+    python benchmarks/training.py MODEL_FOLDER --group 8 [--response 64] [--prompt 256]
 
 Prints, for one update (forward, log-prob, backward, step): seconds, tokens/s, FLOP/s (6 x parameters x tokens) and
 their share of a 2048^3 matmul measured beside it; the same for a hand-written loop over the same rows as a batch; and
-the ratio of both. Runs unchanged on GPUs.
+the ratio of both. With --group: the same rows of one prompt packed whole and behind one copy of it, forward and update.
+Runs unchanged on GPUs.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from hybridflow.algorithms.contract import Counts, Metric, Outputs
 from hybridflow.batch.balance import balance, row_cost
@@ -37,14 +40,14 @@ class NegativeLogProb:
         return -torch.where(rows["loss_mask"], outputs.log_probs, 0.0).sum() / counts.tokens, {}
 
 
-def make_rows(segments: int, length: int, vocabulary: int) -> Batch:
-    """Rows of one prompt token and ``length`` response tokens: N is segments x length."""
-    ids = torch.randint(10, vocabulary, (segments, length + 1), generator=torch.Generator().manual_seed(0))
+def make_rows(segments: int, length: int, vocabulary: int, prompt: int = 1) -> Batch:
+    """Rows of ``length`` response tokens behind one prompt; with one prompt token N is segments x length."""
+    ids = torch.randint(10, vocabulary, (segments, length + prompt), generator=torch.Generator().manual_seed(0))
     return Batch(
         {
-            "prompt_ids": ids[:, :1],
-            "prompt_length": torch.ones(segments, dtype=torch.int64),
-            "response_ids": ids[:, 1:],
+            "prompt_ids": ids[:1, :prompt].repeat(segments, 1),
+            "prompt_length": torch.full((segments,), prompt),
+            "response_ids": ids[:, prompt:],
             "response_length": torch.full((segments,), length),
             "loss_mask": torch.ones(segments, length, dtype=torch.bool),
         }
@@ -63,6 +66,50 @@ def seconds(step: Callable[[], object], repeat: int, device: str) -> float:
     return min(found[1:])
 
 
+def build(given: argparse.Namespace, **options: bool) -> FSDPEngine:
+    return FSDPEngine(
+        model=ModelConfig(path=given.model),
+        head="lm",
+        sharding=FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype=given.dtype)),
+        dims=ParallelDims(),
+        optim=OptimConfig(),
+        device=given.device,
+        **options,
+    )
+
+
+def compare_sharing(given: argparse.Namespace) -> None:
+    """One group of rows, its prompt encoded once against once per row."""
+    needs, micro = frozenset({"log_probs"}), MicroBatching(max_tokens=1 << 30)
+    found = []
+    for shares in (False, True):
+        engine = build(given, share_prompts=shares)
+        vocabulary = next(shape[0] for name, shape in engine.parameter_shapes().items() if "embed" in name)
+        rows = make_rows(given.group, given.response, vocabulary, given.prompt)
+        counts = engine.counts(rows)
+
+        def forward(engine: FSDPEngine = engine, rows: Batch = rows) -> dict[str, Tensor]:
+            return engine.forward(rows, needs, temperature=1.0, micro=micro)
+
+        def update(engine: FSDPEngine = engine, rows: Batch = rows, counts: Counts = counts) -> object:
+            return engine.update(rows, NegativeLogProb(), temperature=1.0, micro=micro, counts=counts)
+
+        with FlopCounterMode(display=False) as counter:
+            log_probs = forward()["log_probs"]
+        taken = [seconds(step, given.repeat, given.device) for step in (forward, update)]
+        found.append((counter.get_total_flops(), *taken, log_probs))
+        print(
+            f"{'prompt once' if shares else 'prompt per row':15s} forward {found[-1][0] / 1e9:8.1f} GFLOP "
+            f"{taken[0]:7.3f} s  update {taken[1]:7.3f} s"
+        )
+    whole, once = found
+    print(
+        f"{given.group} rows, prompt {given.prompt}, response {given.response}: {whole[0] / once[0]:.2f} x fewer "
+        f"forward FLOPs, forward {whole[1] / once[1]:.2f} x and update {whole[2] / once[2]:.2f} x faster; "
+        f"largest difference of log-probs {float((whole[3] - once[3]).abs().max()):.1e}"
+    )
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -72,19 +119,18 @@ def main() -> None:
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--group", type=int, help="rows of one prompt: measures prefix sharing alone")
+    parser.add_argument("--response", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=256)
     given = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if given.group is not None:
+        compare_sharing(given)
+        return
     dtype = dtype_of(given.dtype)
     left, right = (torch.randn(2048, 2048, dtype=dtype, device=given.device) for _ in range(2))
     ceiling = 2 * 2048**3 / seconds(lambda: left @ right, 5, given.device)
-    engine = FSDPEngine(
-        model=ModelConfig(path=given.model),
-        head="lm",
-        sharding=FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype=given.dtype)),
-        dims=ParallelDims(),
-        optim=OptimConfig(),
-        device=given.device,
-    )
+    engine = build(given)
     parameters = sum(torch.Size(shape).numel() for shape in engine.parameter_shapes().values())
     vocabulary = next(shape[0] for name, shape in engine.parameter_shapes().items() if "embed" in name)
     rows = make_rows(given.tokens // given.segment, given.segment, vocabulary)

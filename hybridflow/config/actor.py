@@ -117,6 +117,8 @@ class ActorConfig(Section):
     """Stages finish accumulation, then data-parallel reduction, then the tied-embedding sum."""
     use_torch_compile: bool = False
     """Whether the model is compiled (GPU)."""
+    use_prefix_grouper: bool = False
+    """Whether a prompt is encoded once for all its samples that meet in a micro-batch; results are the same."""
     checkpoint: CheckpointContentsConfig = field(default_factory=CheckpointContentsConfig)
     """What is saved."""
 
@@ -150,6 +152,8 @@ class RefConfig(Section):
     """0 to 3; None: from ``fsdp_config``."""
     use_torch_compile: bool = False
     """Whether the model is compiled (GPU)."""
+    use_prefix_grouper: bool | None = None
+    """Whether a prompt is encoded once for all its samples; None: as the actor."""
 
     @property
     def sharding(self) -> FSDPConfig:

@@ -64,17 +64,6 @@ def _not_yet(config: PPOConfig) -> Iterator[Problem]:
     for key, given, fix in ((f"{RM}.enable", config.reward.reward_model.enable, "Use reward.custom_reward_function."),):
         if given:
             yield Problem(key=key, given=show(given), text="no worker does this yet", fix=fix)
-    if policy.model.lora_rank > 0 and policy.actor.tensor_parallel_size > 1:
-        text, reads = "adapters cannot be cut over tensor-parallel ranks yet", (f"{ACTOR}.tensor_parallel_size",)
-        given, fix = show(policy.model.lora_rank), f"Use {ACTOR}.tensor_parallel_size=1."
-        yield Problem(key="actor_rollout_ref.model.lora_rank", given=given, text=text, fix=fix, reads=reads)
-    trained = [(f"{ACTOR}.optim.optimizer", policy.actor.optim, "actor")]
-    trained += [("critic.optim.optimizer", config.critic.optim, "critic")] if config.needs_critic else []
-    for key, optim, role in trained:
-        world = config.world_of(role)
-        if optim.optimizer == "Muon" and world > 1:
-            text = f"works on one rank so far, and the {role} has {world}"
-            yield Problem(key=key, given="Muon", text=text, fix="Use AdamW.", reads=("trainer.n_gpus_per_node",))
     shardings = [(f"{ACTOR}.fsdp_config", policy.actor.fsdp_config)]
     shardings += [(f"{REF}.fsdp_config", policy.ref.fsdp_config)] if config.needs_reference else []
     shardings += [("critic.fsdp", config.critic.fsdp)] if config.needs_critic else []
@@ -83,16 +72,13 @@ def _not_yet(config: PPOConfig) -> Iterator[Problem]:
         if dtype in ("fp16", "float16"):
             key, text = f"{at}.mixed_precision.param_dtype", "needs loss scaling, which is not supported"
             yield Problem(key=key, given=dtype, text=text, fix="Use bf16.")
-    models = [("actor_rollout_ref.model", policy.model)]
-    models += [("critic.model", config.critic.model)] if config.needs_critic else []
-    for at, model in models:
-        for name, given in (
-            ("use_liger", model.use_liger),
-            ("enable_activation_offload", model.enable_activation_offload),
-        ):
-            if given:
-                text = "the training engine does not do this yet"
-                yield Problem(key=f"{at}.{name}", given=show(given), text=text, fix="Remove the key.")
+    models = [("actor_rollout_ref.model", policy.model, ACTOR, policy.actor.tensor_parallel_size)]
+    if config.needs_critic:
+        models.append(("critic.model", config.critic.model, "critic", config.critic.tensor_parallel_size))
+    for at, model, role, tp in models:
+        if model.use_liger and tp > 1:
+            text, reads = f"liger's kernels take no weights cut over {tp} ranks", (f"{role}.tensor_parallel_size",)
+            yield Problem(key=f"{at}.use_liger", given="True", text=text, fix="Remove the key.", reads=reads)
 
 
 def divisor_near(number: int, wanted: int) -> int:

@@ -64,6 +64,8 @@ class CriticConfig(Section):
     """0 to 3; None: from ``fsdp``."""
     gradient_sync_order: Annotated[str, OneOf(GRADIENT_SYNC_ORDERS)] = "pipeline_first"
     """See the actor's."""
+    use_prefix_grouper: bool = False
+    """Whether a prompt is encoded once for all its samples that meet in a micro-batch; values are the same."""
     checkpoint: CheckpointContentsConfig = field(default_factory=CheckpointContentsConfig)
     """What is saved."""
 

@@ -15,6 +15,10 @@ POLICY = "actor_rollout_ref"
 PROFILE = "use trainer.profile_steps=[1,2]: those steps are recorded on every rank"
 ENGINE = "use the native engine: *.strategy=fsdp2 with tensor_, pipeline_ and ulysses_sequence_parallel_size"
 TEXT_ONLY = "models and prompts are text only; remove the key"
+SCHEDULE = (
+    "use 1f1b, which takes micro-batches of any length: torch's schedules fix one length at the first step, so packed "
+    "rows would be padded to it (docs/design/0010-one-pipeline-schedule.md)"
+)
 MULTI_TURN = "use single-turn prompts; tools and several turns are not part of this version"
 JUDGE = (
     "use reward.reward_model.micro_batch_size_per_gpu: a reward model runs on the training engine; "
@@ -76,16 +80,21 @@ def _policy() -> Iterator[Rule]:
             yield renamed(f"{at}.{name}", f"{at}.fsdp_config.{name}")
         yield renamed(f"{at}.fsdp_config.ulysses_sequence_parallel_size", f"{at}.ulysses_sequence_parallel_size")
         yield refused(f"{at}.fsdp_config.wrap_policy.**", "every decoder layer is one FSDP unit; remove the key")
+        yield from _pipeline(at)
     actor = f"{POLICY}.actor"
     yield refused(f"{actor}.ppo_micro_batch_size", f"use {actor}.ppo_micro_batch_size_per_gpu (sequences per device)")
     yield taken(f"{actor}.calculate_sum_pi_squared", "it follows from algorithm.adv_estimator", None)
-    yield taken(f"{actor}.use_prefix_grouper", "rows are packed whole; remove the key", (False,))
     yield taken(f"{actor}.pad_to_length", "rows are packed, never padded; remove the key", (False,))
     yield taken(f"{actor}.freeze_vision_tower", TEXT_ONLY, (False,))
     yield renamed(f"{actor}.checkpoint.contents", f"{actor}.checkpoint.save_contents")
     yield renamed(f"{actor}.optim.warmup_style", f"{actor}.optim.lr_scheduler_type")
     yield taken(f"{actor}.optim.total_training_steps", "use trainer.total_training_steps", (-1,))
     yield taken(f"{actor}.router_replay.mode", "use models without experts; remove the key", ("disabled",))
+
+
+def _pipeline(role: str) -> Iterator[Rule]:
+    yield taken(f"{role}.pipeline_schedule", SCHEDULE, ("1f1b", "1F1B"))
+    yield taken(f"{role}.virtual_pipeline_parallel_size", SCHEDULE, (1,))
 
 
 def _rollout() -> Iterator[Rule]:
@@ -121,6 +130,7 @@ def _critic() -> Iterator[Rule]:
     yield refused("critic.forward_micro_batch_size", "use critic.forward_micro_batch_size_per_gpu")
     yield renamed("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu")
     yield renamed("critic.checkpoint.contents", "critic.checkpoint.save_contents")
+    yield from _pipeline("critic")
     yield renamed("critic.optim.warmup_style", "critic.optim.lr_scheduler_type")
     yield taken("critic.optim.total_training_steps", "use trainer.total_training_steps", (-1,))
 

@@ -111,6 +111,15 @@ class PPOConfig(Section):
         """Passes of the critic over the batch of a step."""
         return self.critic.ppo_epochs or self.actor_rollout_ref.actor.ppo_epochs
 
+    def shares_prompts(self, role: str) -> bool:
+        """Whether ``role`` encodes a prompt once for all its samples."""
+        policy = self.actor_rollout_ref
+        if role == "reference" and policy.ref.use_prefix_grouper is not None:
+            return policy.ref.use_prefix_grouper
+        if role in ("actor", "reference"):
+            return policy.actor.use_prefix_grouper
+        return role in ("critic", "cost_critic") and self.critic.use_prefix_grouper
+
     def pool_of(self, role: str) -> str:
         """Name of the pool that hosts ``role``; ``main`` unless ``trainer.pools`` says otherwise."""
         return next((name for name, pool in self.trainer.pools.items() if role in pool.roles), "main")

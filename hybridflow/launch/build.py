@@ -220,6 +220,7 @@ def _roles(config: PPOConfig, plan: RunPlan, groups: dict[str, WorkerGroup]) -> 
             role,
             balanced_over=where.dims.dp if config.trainer.balance_batch else 1,
             block_rows=plan.batch.update(role).mini_batch_sequences if updates else None,
+            together=config.actor_rollout_ref.rollout.n if config.shares_prompts(role) else 1,
         )
 
     actor = handle(ActorHandle, "actor", updates=True)

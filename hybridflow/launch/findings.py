@@ -151,6 +151,18 @@ def _training(config: PPOConfig, plan: RunPlan) -> Iterator[Finding]:
         if compiled and plan.device == "cpu":
             key, text = f"{at}.use_torch_compile", "layers are compiled on GPUs only, and this run uses the CPU"
             yield Finding(level="error", what=key, text=text, fix="Use False.")
+    models = [("actor_rollout_ref.model", policy.model)]
+    models += [("critic.model", config.critic.model)] if config.needs_critic else []
+    for at, model in models:
+        if model.use_liger and plan.device == "cpu":
+            key, text = f"{at}.use_liger", "liger's kernels run on GPUs only, and this run uses the CPU"
+            yield Finding(level="error", what=key, text=text, fix="Use False.")
+        elif model.use_liger and importlib.util.find_spec("liger_kernel") is None:
+            key, text = f"{at}.use_liger", "package liger_kernel is not installed"
+            yield Finding(level="error", what=key, text=text, fix="Install hybridflow[liger].")
+        if model.enable_activation_offload and plan.device == "cpu":
+            key, text = f"{at}.enable_activation_offload", "does nothing: on a CPU activations are in host memory"
+            yield Finding(level="warning", what=key, text=text, fix="Remove the key.")
     optimizers = [("actor_rollout_ref.actor.optim", policy.actor.optim)]
     optimizers += [("critic.optim", config.critic.optim)] if config.needs_critic else []
     for at, optim in optimizers:

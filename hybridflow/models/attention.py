@@ -2,13 +2,14 @@
 
 Registered with transformers under ``NAME``: models built with ``attn_implementation=NAME`` call ``packed_attention``
 and build no mask at all. Segments of equal length are one batch of causal attention (they are neighbours: ``pack``
-sorts). On CUDA in half precision torch's variable-length kernel does the same in one call.
+sorts). Branches of a shared prompt are batches too: their queries meet the prompt's keys followed by their own, under
+a mask of branch x (prompt + branch). On CUDA in half precision torch's variable-length kernel does all in one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from hybridflow.models.packing import ALONE
 from hybridflow.models.sequence import attend_over_ranks
 from hybridflow.utils import optional
 from hybridflow.utils.errors import EngineError
@@ -29,12 +31,45 @@ _UNKNOWN = ("softcap", "s_aux", "head_mask", "position_bias")
 
 
 class Segments:
-    """Lengths of a packed row's segments. A plain object: torch.compile would compile anew for every tuple."""
+    """How a packed row is cut. A plain object: torch.compile would compile anew for every tuple.
 
-    __slots__ = ("lengths",)
+    Args:
+        lengths: of the segments, in packed order.
+        prefixes: the segment that each one continues (an earlier one), ``ALONE`` for none; None: none does.
+    """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    __slots__ = ("_seen", "lengths", "prefixes", "starts")
+
+    def __init__(self, lengths: Sequence[int], prefixes: Sequence[int] | None = None) -> None:
         self.lengths = tuple(lengths)
+        self.prefixes = (ALONE,) * len(self.lengths) if prefixes is None else tuple(prefixes)
+        self.starts = tuple(accumulate(self.lengths, initial=0))[:-1]
+        self._seen: tuple[tuple[int, ...], Tensor] | None = None
+
+    def blocks(self) -> Iterator[tuple[int, int, int, int]]:
+        """(first token, segments, length, prefix) of every run of equal lengths that continue the same segment."""
+        at = 0
+        for (length, prefix), run in groupby(zip(self.lengths, self.prefixes, strict=True)):
+            count = len(list(run))
+            yield self.starts[at], count, length, prefix
+            at += count
+
+    def before(self, prefix: int) -> slice:
+        """Packed tokens of the segment ``prefix``; of none: empty."""
+        if prefix == ALONE:
+            return slice(0, 0)
+        return slice(self.starts[prefix], self.starts[prefix] + self.lengths[prefix])
+
+    def seen(self, device: torch.device) -> tuple[tuple[int, ...], Tensor]:
+        """How many tokens each segment's last token sees, and their packed positions one after the other."""
+        if self._seen is None:
+            places = []
+            for start, length, prefix in zip(self.starts, self.lengths, self.prefixes, strict=True):
+                before = self.before(prefix)
+                places.append([*range(before.start, before.stop), *range(start, start + length)])
+            chosen = torch.tensor([place for part in places for place in part], device=device)
+            self._seen = tuple(len(part) for part in places), chosen
+        return self._seen
 
 
 def packed_attention(
@@ -59,12 +94,11 @@ def packed_attention(
         EngineError: when a mask, a cache or an unknown attention argument would make packing silently wrong.
     """
     ranks = 1 if sequence_group is None else dist.get_world_size(sequence_group)
-    lengths = None if segments is None else segments.lengths
-    _refuse(module, query, ranks, attention_mask, lengths, dropout, others)
-    assert lengths is not None
+    _refuse(module, query, ranks, attention_mask, segments, dropout, others)
+    assert segments is not None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _attend(q, k, v, lengths, scaling, sliding_window)
+        return _attend(q, k, v, segments, scaling, sliding_window)
 
     if sequence_group is not None:
         return attend_over_ranks(query, key, value, sequence_group, attend), None
@@ -72,16 +106,23 @@ def packed_attention(
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[int], scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and window is None:
-        return _variable_length(query, key, value, segments, scaling)
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        return _variable_length(query, key, value, segments, scaling, window)
     # [N, H, Dh] views; a block of g equal segments is then a plain [g, length, H, Dh] view.
     flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     outputs = []
-    for start, count, length in _blocks(segments):
-        q, k, v = (part[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2) for part in flat)
-        band = _band(length, window, query.device)
+    for start, count, length, prefix in segments.blocks():
+        own = [part[start : start + count * length].unflatten(0, (count, length)) for part in flat]
+        before = segments.before(prefix)
+        if prefix != ALONE:
+            own[1:] = [
+                torch.cat([part[before].expand(count, -1, -1, -1), held], 1)
+                for part, held in zip(flat[1:], own[1:], strict=True)
+            ]
+        q, k, v = (part.transpose(1, 2) for part in own)
+        band = _band(length, before.stop - before.start, window, query.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -89,35 +130,44 @@ def _attend(
     return torch.cat(outputs)[None]
 
 
-def _blocks(segments: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first token, segments, length) of every run of equal lengths."""
-    start = 0
-    for length, run in groupby(segments):
-        count = len(list(run))
-        yield start, count, length
-        start += count * length
-
-
-def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Causal mask limited to the last ``window`` tokens; None where plain causal attention is the same."""
-    if window is None or length <= window:
+def _band(length: int, before: int, window: int | None, device: torch.device) -> Tensor | None:
+    """``[length, before + length]``: causal, limited to the last ``window`` tokens; None: plain causal is the same."""
+    if not before and (window is None or length <= window):
         return None
-    at = torch.arange(length, device=device)
-    distance = at[:, None] - at[None]
-    return (distance >= 0) & (distance < window)
+    at = torch.arange(before + length, device=device)
+    distance = at[before:, None] - at[None]
+    return (distance >= 0) & (distance < (window or before + length))
 
 
 def _variable_length(
-    query: Tensor, key: Tensor, value: Tensor, segments: Sequence[int], scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
     # Not run here: needs CUDA.
     varlen_attn = optional.load("torch.nn.attention.varlen:varlen_attn")
-    repeat = query.shape[1] // key.shape[1]
-    q = query[0].transpose(0, 1).contiguous()
-    k, v = (t[0].repeat_interleave(repeat, 0).transpose(0, 1).contiguous() for t in (key, value))
-    ends = torch.tensor([0, *segments], dtype=torch.int32, device=query.device).cumsum(0, dtype=torch.int32)
-    longest = max(segments)
-    return varlen_attn(q, k, v, ends, ends, longest, longest, is_causal=True, scale=scaling)[None]
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+    seen = segments.lengths
+    if any(prefix != ALONE for prefix in segments.prefixes):
+        # The kernel wants a segment's keys in one piece: each branch gets a copy of its prompt's before its own.
+        seen, chosen = segments.seen(query.device)
+        k, v = k[chosen], v[chosen]
+    ends, ends_seen = (
+        torch.tensor([0, *lengths], dtype=torch.int32, device=query.device).cumsum(0, dtype=torch.int32)
+        for lengths in (segments.lengths, seen)
+    )
+    reach = -1 if window is None else window - 1
+    # Causal from the end of the keys: the last query of a segment sees all of them.
+    return varlen_attn(
+        q,
+        k,
+        v,
+        ends,
+        ends_seen,
+        max(segments.lengths),
+        max(seen),
+        scale=scaling,
+        window_size=(reach, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )[None]
 
 
 def _refuse(
@@ -125,7 +175,7 @@ def _refuse(
     query: Tensor,
     ranks: int,
     mask: Tensor | None,
-    segments: Sequence[int] | None,
+    segments: Segments | None,
     dropout: float,
     others: dict[str, Any],
 ) -> None:
@@ -134,8 +184,9 @@ def _refuse(
         raise EngineError(f"{kind} does not hand its keyword arguments to attention: packed rows would see each other")
     if mask is not None:
         raise EngineError(f"{kind} got an attention mask beside packed rows: rows would see each other")
-    if query.shape[0] != 1 or query.shape[2] * ranks != sum(segments):
-        raise EngineError(f"{kind} got queries {tuple(query.shape)} for segments of {sum(segments)} tokens (cache on?)")
+    if query.shape[0] != 1 or query.shape[2] * ranks != sum(segments.lengths):
+        given, wanted = tuple(query.shape), sum(segments.lengths)
+        raise EngineError(f"{kind} got queries {given} for segments of {wanted} tokens (cache on?)")
     if dropout:
         raise EngineError(f"{kind} uses attention dropout {dropout}: old and new log-probs would differ at random")
     for name in _UNKNOWN:

@@ -8,8 +8,9 @@ predicts a return of 0 everywhere and the first advantages are the plain Monte-C
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,8 @@ class PackedModel(nn.Module):
         """Whether this is the first pipeline stage."""
         self.last = True
         """Whether this is the last pipeline stage."""
+        self.around_body: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """What the body's forward runs in (activation offload)."""
         self.renamed: Mapping[str, str] = {}
         """Parameters whose tied twin lives on another pipeline stage: own name to Hugging Face name."""
         if head == "lm":
@@ -119,14 +122,15 @@ class PackedModel(nn.Module):
 
     def _body(self, packed: Packed, part: slice, received: Tensor | None) -> Tensor:
         source = {"input_ids": packed.input_ids[:, part]} if received is None else {"inputs_embeds": received}
-        out = self.net.base_model(
-            **source,
-            attention_mask=None,
-            position_ids=packed.position_ids[:, part],
-            use_cache=False,
-            segments=Segments(packed.lengths),
-            sequence_group=self.sequence_group,
-        )
+        with self.around_body():
+            out = self.net.base_model(
+                **source,
+                attention_mask=None,
+                position_ids=packed.position_ids[:, part],
+                use_cache=False,
+                segments=Segments(packed.lengths, packed.prefixes),
+                sequence_group=self.sequence_group,
+            )
         return out.last_hidden_state
 
     def _read(self, hidden: Tensor, targets: Tensor, needs: frozenset[str], temperature: float) -> dict[str, Tensor]:

@@ -169,6 +169,15 @@ def local_of(parameter: Tensor) -> Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
+def placed_like(local: Tensor, like: Tensor) -> Tensor:
+    """The tensor placed like ``like`` whose block on this rank is ``local``."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 class WeightFiles:
     """The safetensors of one model folder, read tensor by tensor."""
 

@@ -26,13 +26,23 @@ class Handle:
         role: its name there.
         balanced_over: data-parallel coordinates over which rows are balanced by cost; 1: rows go out in their order.
         block_rows: rows of a mini-batch, each of which is balanced by itself; None: the whole batch at once.
+        together: neighbouring rows that share a prompt and must meet on one coordinate; 1: rows go out one by one.
     """
 
-    def __init__(self, group: WorkerGroup, role: str, *, balanced_over: int = 1, block_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        role: str,
+        *,
+        balanced_over: int = 1,
+        block_rows: int | None = None,
+        together: int = 1,
+    ) -> None:
         self._group = group
         self._role = role
         self._parts = balanced_over
         self._block_rows = block_rows
+        self._together = together
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
         return self._group.call(self._role, method, *args, **kwargs)
@@ -52,8 +62,12 @@ class Handle:
     def _order(self, batch: Batch, block_rows: int) -> torch.Tensor | None:
         if self._parts == 1:
             return None
-        lengths = batch["prompt_length"] + batch["response_length"]
-        return balanced_order(lengths.tolist(), parts=self._parts, block_rows=block_rows)
+        prompts = batch["prompt_length"]
+        lengths = (prompts + batch["response_length"]).tolist()
+        if self._together == 1:
+            return balanced_order(lengths, parts=self._parts, block_rows=block_rows)
+        costs = shared_costs(lengths, prompts.tolist(), together=self._together)
+        return balanced_groups(costs, self._together, parts=self._parts, block_rows=block_rows)
 
     def save_checkpoint(self, folder: str) -> Pending[None]:
         """Writes the role's state into ``folder`` on every rank."""
@@ -180,15 +194,32 @@ def balanced_order(lengths: Sequence[int], *, parts: int, block_rows: int) -> to
     Every block of ``block_rows`` rows gives each chunk equally many rows of equal cost (batch/balance.py), so each
     mini-batch is balanced by itself. None where counts do not divide: rows then keep their order.
     """
-    rows = len(lengths)
-    if rows % parts or block_rows % parts or rows % block_rows:
+    return balanced_groups([row_cost(length) for length in lengths], 1, parts=parts, block_rows=block_rows)
+
+
+def balanced_groups(costs: Sequence[int], size: int, *, parts: int, block_rows: int) -> torch.Tensor | None:
+    """``balanced_order`` of groups of ``size`` neighbouring rows that stay together; ``costs`` are the groups'."""
+    groups, per_block = len(costs), block_rows // size
+    if block_rows % size or groups % parts or per_block % parts or groups % per_block:
         return None
     chunks: list[list[int]] = [[] for _ in range(parts)]
-    for start in range(0, rows, block_rows):
-        costs = [row_cost(length) for length in lengths[start : start + block_rows]]
-        for chunk, group in zip(chunks, balance(costs, parts, equal_counts=True), strict=True):
-            chunk.extend(start + position for position in group)
+    for start in range(0, groups, per_block):
+        split = balance(costs[start : start + per_block], parts, equal_counts=True)
+        for chunk, group in zip(chunks, split, strict=True):
+            chunk.extend((start + position) * size + row for position in group for row in range(size))
     return torch.tensor([row for chunk in chunks for row in chunk], dtype=torch.long)
+
+
+def shared_costs(lengths: Sequence[int], prompts: Sequence[int], *, together: int) -> list[int]:
+    """Cost of every ``together`` neighbouring rows whose prompt is encoded once; a last, smaller group counts as one.
+
+    ``L (12 d + L)`` of a row is that of its prompt plus that of its response with the pairs between them.
+    """
+    found = []
+    for start in range(0, len(lengths), together):
+        rows = range(start, min(start + together, len(lengths)))
+        found.append(sum(row_cost(lengths[row]) for row in rows) - (len(rows) - 1) * row_cost(prompts[start]))
+    return found
 
 
 def numbered(batch: Batch) -> Batch:

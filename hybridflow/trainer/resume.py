@@ -52,6 +52,8 @@ ROUNDING = (
     "*.forward_prefetch",
     "*_parallel_size",
     "*.enable_gradient_checkpointing",
+    "*.use_prefix_grouper",
+    "*.use_liger",
     "actor_rollout_ref.rollout.name",
     "actor_rollout_ref.rollout.gpu_memory_utilization",
     "actor_rollout_ref.rollout.max_num_*",

@@ -150,6 +150,7 @@ class ActorWorker(TrainedWorker):
             seed=self._config.trainer.seed,
             vocab_limit=vocab_limit,
             compile_layers=actor.use_torch_compile,
+            share_prompts=self._config.shares_prompts("actor"),
             shard_order=permuted_order(dims.dp_shard, rollout_tp) if plain_fsdp else None,
             row_parallel_shard_dim1=plain_fsdp,
         )

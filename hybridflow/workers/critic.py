@@ -49,6 +49,7 @@ class CriticWorker(TrainedWorker):
             device=context.device,
             total_steps=self._schedule.units(total_steps, config.data.train_batch_size * group_size),
             seed=config.trainer.seed,
+            share_prompts=config.shares_prompts("critic"),
         )
         self._find_anomaly = config.trainer.anomaly_detection
         self._loss = CriticLoss(critic, max_response_length=config.response_length)

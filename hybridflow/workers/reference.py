@@ -57,6 +57,7 @@ class ReferenceWorker:
             seed=config.trainer.seed,
             vocab_limit=vocab_limit,
             compile_layers=policy.ref.use_torch_compile,
+            share_prompts=config.shares_prompts("reference"),
         )
         self._forward, self._at_work = engine.forward, lambda: resident(engine, policy.ref.sharding)
 

@@ -76,6 +76,8 @@ class Case:
     temperature: float = 0.7
     steps: int = 1
     rows: int = 8
+    prompt_of: tuple[int, ...] = ()
+    """For every row the row whose prompt it has; empty: every row has its own."""
 
 
 def make_rows(count: int, *, seed: int = 1, width: int = 9, prompt: int = 7) -> Batch:
@@ -104,6 +106,16 @@ def make_rows(count: int, *, seed: int = 1, width: int = 9, prompt: int = 7) -> 
     )
 
 
+def rows_of(case: Case) -> Batch:
+    """All rows of ``case``."""
+    rows = make_rows(case.rows)
+    if not case.prompt_of:
+        return rows
+    of = list(case.prompt_of)
+    # A prompt of one token is never shared (models/packing.py).
+    return rows.with_columns(prompt_ids=rows["prompt_ids"][of], prompt_length=rows["prompt_length"].clamp(min=2)[of])
+
+
 def own_rows(rows: Batch, dims: ParallelDims, rank: int) -> Batch:
     """The rows of ``rank``'s data-parallel coordinate, dealt out unevenly in turn."""
     coordinate = dims.dp_coordinate(rank)
@@ -127,7 +139,7 @@ def steps(case: Case) -> dict[str, Any]:
     """Runs ``case`` on this rank; the metrics of every step and this rank's blocks before and after."""
     engine = build(case)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    rows = own_rows(make_rows(case.rows), case.dims, rank)
+    rows = own_rows(rows_of(case), case.dims, rank)
     before = blocks(engine)
     counts = engine.counts(rows)
     metrics = []
@@ -205,7 +217,7 @@ def reference_outputs(
 
 def reference_gradient(case: Case) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradient of the whole mini-batch in one pass."""
-    rows = make_rows(case.rows)
+    rows = rows_of(case)
     model, score = reference_model(case.folder, case.head)
     mask = rows["loss_mask"]
     counts = Counts(tokens=int(mask.sum()), sequences=int(mask.any(-1).sum()), rows=len(rows))

@@ -250,22 +250,6 @@ class _Pieces:
         (self._target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def with_local(parameter: Tensor, local: Tensor | None) -> Tensor:
-    """A tensor placed like ``parameter`` whose block on this rank is ``local``; None: the parameter itself."""
-    if local is None:
-        return parameter
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
 def save_adapters(
     folder: str,
     parameters: Mapping[str, Tensor],

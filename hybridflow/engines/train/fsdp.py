@@ -21,14 +21,24 @@ from hybridflow.config.model import FSDPConfig, ModelConfig, OptimConfig
 from hybridflow.engines.train import checkpoint, reduction
 from hybridflow.engines.train.base import MicroBatching, Shard
 from hybridflow.engines.train.mesh import meshes
+from hybridflow.engines.train.offload import move_state, offload_activations
 from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_norm, settle_gradients
 from hybridflow.engines.train.parallelize import parallelize, refuse_unsupported, reshards_after_forward
 from hybridflow.engines.train.pipeline import Pipeline
 from hybridflow.engines.train.schedule import schedule
 from hybridflow.engines.train.work import Work, WorkMeter, architecture, peak_flops
 from hybridflow.models.heads import Head, PackedModel, ValueModel, adapter_name, hf_name
-from hybridflow.models.load import box_of, dtype_of, empty_causal_lm, fill, local_of, materialise, tied_names
-from hybridflow.models.packing import Packed, pack, row_tokens
+from hybridflow.models.load import (
+    box_of,
+    dtype_of,
+    empty_causal_lm,
+    fill,
+    local_of,
+    materialise,
+    placed_like,
+    tied_names,
+)
+from hybridflow.models.packing import Packed, pack, prompt_groups
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils import optional
 from hybridflow.utils.errors import ConfigError, EngineError, StateError
@@ -55,6 +65,7 @@ class FSDPEngine:
         row_parallel_shard_dim1: whether row-parallel weights are cut along dim 1 where that is even.
         vocab_limit: ids from here on are never sampled: probability 0 in log-probs and entropy; None: there are none.
         compile_layers: whether torch.compile compiles the layers (GPU).
+        share_prompts: whether rows of equal prompts in a micro-batch are encoded behind one copy of it.
 
     Raises:
         ConfigError: for what this engine does not support.
@@ -77,14 +88,9 @@ class FSDPEngine:
         row_parallel_shard_dim1: bool = False,
         vocab_limit: int | None = None,
         compile_layers: bool = False,
+        share_prompts: bool = False,
     ) -> None:
-        refuse_unsupported(
-            dims,
-            model,
-            sharding,
-            optimizer=None if optim is None else optim.optimizer,
-            compiled_on=device if compile_layers else None,
-        )
+        refuse_unsupported(dims, model, sharding, device=device, compiles=compile_layers)
         self.dims = dims
         self._config = model
         self._sharding = sharding
@@ -97,6 +103,7 @@ class FSDPEngine:
         torch.manual_seed(seed)
         self._vocab_limit = vocab_limit
         self._compile = compile_layers
+        self._share_prompts = share_prompts
         self._build(model, head, sharding, kind, row_parallel_shard_dim1, seed, trains=optim is not None)
         self._done = 0
         self._saving: checkpoint.StateSave | None = None
@@ -124,6 +131,8 @@ class FSDPEngine:
             trust_remote_code=config.trust_remote_code,
             override_config=config.override_config,
         )
+        if config.use_liger:
+            optional.load("hybridflow.models.liger:use_liger")(net)
         if head == "value":
             net = ValueModel(net)
         self._model = PackedModel(net, head)
@@ -131,6 +140,8 @@ class FSDPEngine:
         if self._vocab_limit is not None and self._vocab_limit < vocabulary:
             self._model.vocab_limit = vocabulary = self._vocab_limit
         self._model.requires_grad_(trains)
+        if trains and config.enable_activation_offload:
+            offload_activations(self._model, self._device)
         self._adapted = trains and config.lora_rank > 0
         if self._adapted:
             optional.load(f"{LORA}:add_adapters")(self._model, config)
@@ -207,8 +218,7 @@ class FSDPEngine:
         self._model.eval()
         width = rows["response_ids"].shape[1]
         found = {name: torch.zeros(len(rows), width, dtype=torch.float32) for name in needs}
-        parts = reduction.cut_rounds(row_tokens(rows).tolist(), micro, dims=self.dims, device=self._device)
-        packs = [pack(rows.rows(part).to(self._device)) for part in parts]
+        parts, _, packs = self._cut(rows, micro)
         with torch.no_grad():
             for part, packed, read in zip(parts, packs, self._infer(packs, needs, temperature), strict=True):
                 for name, value in (read or {}).items():
@@ -217,6 +227,17 @@ class FSDPEngine:
             self._pipeline.share(found)
         self._reshard()
         return found
+
+    def _cut(self, rows: Batch, micro: MicroBatching) -> tuple[list[list[int]], list[Batch], list[Packed]]:
+        """Micro-batches, equally many on every rank: their row positions, rows on the device, packed rows."""
+        groups = prompt_groups(rows) if self._share_prompts else None
+        parts = reduction.cut_rounds(rows, micro, dims=self.dims, device=self._device, groups=groups)
+        blocks = [rows.rows(part).to(self._device) for part in parts]
+        packs = [
+            pack(block, None if groups is None else [groups[row] for row in part])
+            for part, block in zip(parts, blocks, strict=True)
+        ]
+        return parts, blocks, packs
 
     def _infer(
         self, packs: Sequence[Packed], needs: frozenset[str], temperature: float
@@ -241,9 +262,7 @@ class FSDPEngine:
             raise EngineError("this engine is frozen (optim=None): it cannot be updated")
         self._model.train()
         self._optimizer.zero_grad(set_to_none=True)
-        parts = reduction.cut_rounds(row_tokens(rows).tolist(), micro, dims=self.dims, device=self._device)
-        blocks = [rows.rows(part).to(self._device) for part in parts]
-        packs = [pack(block) for block in blocks]
+        _, blocks, packs = self._cut(rows, micro)
         self._meter.count(packs, self._model.token_multiple)
         sums: dict[str, reduction.Part] = {}
 
@@ -391,17 +410,8 @@ class FSDPEngine:
             raise ConfigError(f"cannot move {', '.join(sorted(unknown))}: choose parameters, optimizer")
         if self._device == "cpu" or self._sharding.offload_policy:
             return
-        # Not run here: needs CUDA.
-        if "parameters" in chosen:
-            self._reshard()
-            self._model.to(device)
-        if "optimizer" in chosen and self._optimizer is not None:
-            for state in self._optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.ndim:
-                        state[key] = value.to(device)
-        if device == "cpu":
-            torch.cuda.empty_cache()
+        self._reshard()
+        move_state(chosen, device, model=self._model, optimizer=self._optimizer)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -461,10 +471,10 @@ class FSDPEngine:
         Collective.
         """
         self._reshard()
-        merged = self._merged()
+        own, merged = self._parameters, self._merged()
         checkpoint.save_hf(
             folder,
-            {name: checkpoint.with_local(parameter, merged.get(name)) for name, parameter in self._parameters.items()},
+            {name: placed_like(merged[name], held) if name in merged else held for name, held in own.items()},
             self._model.net.config,
             names=list(self._shapes),
             stages=self._meshes.pp,

@@ -31,27 +31,24 @@ def refuse_unsupported(
     model: ModelConfig,
     sharding: FSDPConfig,
     *,
-    optimizer: str | None = None,
-    compiled_on: str | None = None,
+    device: str = "cpu",
+    compiles: bool = False,
 ) -> None:
-    """Raises ConfigError for what this engine does not do, before anything is built.
+    """Raises ConfigError for what this engine does not do on ``device``, before anything is built.
 
-    ``compiled_on`` is the device where layers are to be compiled; None: they are not.
+    ``compiles`` says whether layers are to be compiled.
     """
-    if compiled_on is not None and not compiled_on.startswith("cuda"):
+    if compiles and not device.startswith("cuda"):
         # A process that also runs vLLM on a CPU has dynamo switched off: the key would silently do nothing there.
-        raise ConfigError(f"use_torch_compile works on GPUs, and this is {compiled_on}: use use_torch_compile=False")
-    if optimizer == "Muon" and dims.world > 1:
-        # Its bf16 iteration enlarges the smallest directions of a gradient: ranks would differ by a tenth of an update.
-        raise ConfigError(f"optim.optimizer=Muon works on one rank so far, and this layout has {dims.world}: use AdamW")
+        raise ConfigError(f"use_torch_compile works on GPUs, and this is {device}: use use_torch_compile=False")
     if dtype_of(sharding.mixed_precision.param_dtype) == torch.float16:
         raise ConfigError("mixed_precision.param_dtype=fp16 needs loss scaling, which is not supported: use bf16")
-    if model.lora_rank > 0 and dims.tp > 1:
-        raise ConfigError(f"model.lora_rank={model.lora_rank} with tensor parallel size {dims.tp} is not supported yet")
-    if model.use_liger:
-        raise ConfigError("model.use_liger: liger kernels are not supported by the training engine yet")
-    if model.enable_activation_offload:
-        raise ConfigError("model.enable_activation_offload is not supported by the training engine yet")
+    if model.use_liger and not device.startswith("cuda"):
+        raise ConfigError(f"model.use_liger: liger's kernels run on GPUs, and this is {device}: use use_liger=False")
+    if model.use_liger and dims.tp > 1:
+        raise ConfigError(
+            f"model.use_liger: liger's kernels take no weights cut over tp {dims.tp}: use use_liger=False"
+        )
 
 
 def parallelize(

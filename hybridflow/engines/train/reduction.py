@@ -13,6 +13,7 @@ from hybridflow.algorithms.contract import Counts, Metric
 from hybridflow.batch.balance import count_batches, micro_batches
 from hybridflow.batch.batch import Batch
 from hybridflow.engines.train.base import MicroBatching
+from hybridflow.models.packing import row_tokens
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import ConfigError
 
@@ -20,32 +21,66 @@ Part = tuple[float, float, str]
 """value, weight, how."""
 
 
-def cut_rounds(tokens: Sequence[int], micro: MicroBatching, *, dims: ParallelDims, device: str) -> list[list[int]]:
+def cut_rounds(
+    rows: Batch, micro: MicroBatching, *, dims: ParallelDims, device: str, groups: Sequence[int] | None = None
+) -> list[list[int]]:
     """Row positions of every micro-batch; the same number on all ranks, at least 1, some may be empty. Collective.
 
     Args:
-        tokens: tokens of this rank's rows.
+        rows: this rank's.
         micro: the budget of one data-parallel coordinate.
+        groups: equal for rows that share a prompt: they stay together, and the prompt counts once; None: none share.
 
     Raises:
         ConfigError: when neither budget nor count is given.
     """
     if (micro.max_tokens is None) == (micro.max_rows is None):
         raise ConfigError(f"micro-batches are cut by a token budget or by a row count: give one of both, got {micro}")
-    own = _cut(tokens, micro, at_least=1)
+    units = _units(rows, micro, groups)
+    own = _cut(units, micro, at_least=1)
     rounds = max(1, int(reduce_max(len(own), dims, device)))
-    even = _cut(tokens, micro, at_least=rounds)
+    even = _cut(units, micro, at_least=rounds)
     parts = even if len(even) <= rounds else own
     return parts + [[] for _ in range(rounds - len(parts))]
 
 
-def _cut(tokens: Sequence[int], micro: MicroBatching, *, at_least: int) -> list[list[int]]:
-    if not tokens:
+def _units(rows: Batch, micro: MicroBatching, groups: Sequence[int] | None) -> list[tuple[list[int], int]]:
+    """(rows that stay together, their tokens); rows of a group are neighbours."""
+    tokens = row_tokens(rows).tolist()
+    if groups is None:
+        return [([row], count) for row, count in enumerate(tokens)]
+    prompts = rows["prompt_length"].tolist()
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    if micro.max_tokens is None:
+        return [([row], tokens[row]) for held in members.values() for row in held]
+    return [unit for held in members.values() for unit in _fill(held, tokens, prompts, micro.max_tokens)]
+
+
+def _fill(
+    held: Sequence[int], tokens: Sequence[int], prompts: Sequence[int], budget: int
+) -> list[tuple[list[int], int]]:
+    """The rows of one prompt in as few units as fit the budget in their order; each unit brings the prompt once."""
+    units: list[tuple[list[int], int]] = []
+    for row in held:
+        added = max(0, tokens[row] - prompts[row])
+        if units and units[-1][1] and units[-1][1] + added <= budget:
+            units[-1] = [*units[-1][0], row], units[-1][1] + added
+        else:
+            units.append(([row], tokens[row]))
+    return units
+
+
+def _cut(units: Sequence[tuple[Sequence[int], int]], micro: MicroBatching, *, at_least: int) -> list[list[int]]:
+    if not units:
         return []
     if micro.max_tokens is not None:
-        return micro_batches(tokens, micro.max_tokens, at_least=at_least)
-    assert micro.max_rows is not None
-    return count_batches(len(tokens), micro.max_rows, at_least=at_least)
+        parts = micro_batches([tokens for _, tokens in units], micro.max_tokens, at_least=at_least)
+    else:
+        assert micro.max_rows is not None
+        parts = count_batches(len(units), micro.max_rows, at_least=at_least)
+    return [[row for unit in part for row in units[unit][0]] for part in parts]
 
 
 def reduce_max(value: float, dims: ParallelDims, device: str) -> float:

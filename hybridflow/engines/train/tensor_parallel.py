@@ -2,6 +2,12 @@
 
 Between layers a rank holds its slice of the tokens; attention and MLP gather them, work on their share of heads and
 columns, and scatter the sums. Norm weights are DTensors on the same mesh, so one rule reduces every gradient.
+
+LoRA adapters follow their layer, so that ``W x`` and ``B A x`` are cut alike:
+
+    layer            W          A          A x                B          B A x
+    column-parallel  rows       whole      whole              rows       own columns
+    row-parallel     columns    columns    own tokens (sum)   whole      own tokens
 """
 
 from __future__ import annotations
@@ -9,7 +15,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -46,8 +52,9 @@ def check_heads(config: object, tp: int, sp: int) -> None:
 
 
 def tensor_parallel(model: PackedModel, mesh: DeviceMesh) -> None:
-    """Cuts the empty ``model`` over ``mesh`` in place; tied embeddings stay tied."""
+    """Cuts the empty ``model`` over ``mesh`` in place; tied embeddings stay tied, and what is frozen stays frozen."""
     ties = tied_names(model)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     body = model.net.base_model
     for block in model.blocks():
         parallelize_module(block, mesh, _block_plan(block))
@@ -69,6 +76,37 @@ def tensor_parallel(model: PackedModel, mesh: DeviceMesh) -> None:
     for name, others in ties.items():
         for other in others:
             set_parameter(model, other, model.get_parameter(name))
+    for name in frozen:
+        # SequenceParallel makes new parameters that all want a gradient.
+        model.get_parameter(name).requires_grad_(False)
+
+
+class _Replicated(ParallelStyle):
+    """A layer whose weight is whole on every rank; its input already is a DTensor."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in module.named_parameters(recurse=False):
+            whole = DTensor.from_local(parameter.detach(), device_mesh, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        return module
+
+
+def _with_adapters(plan: dict[str, ParallelStyle], names: set[str]) -> dict[str, ParallelStyle]:
+    """``plan`` with the layers that carry adapters taken apart: base layer, A and B."""
+    found: dict[str, ParallelStyle] = {}
+    for name, style in plan.items():
+        if f"{name}.base_layer" not in names:
+            found[name] = style
+            continue
+        found[f"{name}.base_layer"] = style
+        by_column = isinstance(style, ColwiseParallel)
+        for half in ("lora_A", "lora_B"):
+            (inner,) = (other for other in names if other.startswith(f"{name}.{half}."))
+            if half == "lora_A":
+                found[inner] = _Replicated() if by_column else RowwiseParallel(output_layouts=Shard(1))
+            else:
+                found[inner] = ColwiseParallel() if by_column else SequenceParallel(use_local_output=True)
+    return found
 
 
 def _block_plan(block: nn.Module) -> dict[str, ParallelStyle]:
@@ -92,4 +130,4 @@ def _block_plan(block: nn.Module) -> dict[str, ParallelStyle]:
         if norm in names:
             # Norms of single heads: cut along the heads' dim, so that their weights' gradients are summed over ranks.
             plan[norm] = SequenceParallel(sequence_dim=2, use_local_output=True)
-    return plan
+    return _with_adapters(plan, names)

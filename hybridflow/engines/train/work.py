@@ -6,7 +6,8 @@ For a dense decoder and one packed micro-batch of N tokens in segments of l_i, o
     backward   the same for gradients of activations            A = layers x heads x head size (causal attention)
                + 2 N W' + 2 n V' + the same attention term      W', V' what of them is trained
 
-so 6 N W + 6 n V + attention where all weights are trained. What is recomputed does not count.
+so 6 N W + 6 n V + attention where all weights are trained. What is recomputed does not count. A prompt that rows share
+counts once, and each branch behind it adds its tokens and its pairs with the prompt.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Work:
     flops: float
     """Of the model, all ranks together."""
     tokens: int
-    """Tokens of rows, each once."""
+    """Tokens of rows, each once; a prompt that rows share is one."""
     slots: int
     """Tokens that were computed: rows, roundings to equal slices, and stand-ins of ranks without rows."""
     imbalance: float
@@ -68,10 +69,14 @@ class Architecture:
     """layers x heads x head size."""
     hidden: int
 
-    def update_flops(self, lengths: Sequence[int], read: int) -> float:
-        """FLOPs of forward and backward over segments of ``lengths``, ``read`` tokens of which reach the head."""
+    def update_flops(self, lengths: Sequence[int], read: int, seen: Sequence[int] | None = None) -> float:
+        """FLOPs of forward and backward over segments of ``lengths``, ``read`` tokens of which reach the head.
+
+        ``seen`` are the tokens before each segment that its own also attend to; None: none.
+        """
         tokens = sum(lengths)
-        pairs = sum(length * (length + 1) for length in lengths)
+        before = seen or [0] * len(lengths)
+        pairs = sum(length * (2 * more + length + 1) for length, more in zip(lengths, before, strict=True))
         layers = 2.0 * tokens * (2 * self.layer_weights + self.trained_layer_weights)
         head = 2.0 * read * (2 * self.head_weights + self.trained_head_weights)
         return layers + head + 6.0 * pairs * self.attention_width
@@ -122,8 +127,10 @@ class WorkMeter:
             cost = 0
             if not packed.stands_in:
                 self._tokens += packed.tokens
-                self._flops += self._numbers.update_flops(packed.lengths, packed.targets.numel())
-                cost = sum(row_cost(length, hidden=self._numbers.hidden) for length in packed.lengths)
+                self._flops += self._numbers.update_flops(packed.lengths, packed.targets.numel(), packed.seen)
+                hidden = self._numbers.hidden
+                cost = sum(row_cost(length, hidden=hidden) for length in packed.lengths)
+                cost += sum(2 * length * more for length, more in zip(packed.lengths, packed.seen, strict=True))
             self._rounds.append(float(cost))
 
     def take(self) -> Work:

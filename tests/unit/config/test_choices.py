@@ -47,12 +47,6 @@ def test_model_families_that_can_be_cut_are_those_of_the_engine():
 @pytest.mark.parametrize(
     ("override", "model", "sharding"),
     [
-        ("actor_rollout_ref.model.use_liger=true", ModelConfig(use_liger=True), FSDPConfig()),
-        (
-            "actor_rollout_ref.model.enable_activation_offload=true",
-            ModelConfig(enable_activation_offload=True),
-            FSDPConfig(),
-        ),
         (
             "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16",
             ModelConfig(),

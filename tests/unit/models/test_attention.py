@@ -44,6 +44,25 @@ def test_the_model_scale_is_used() -> None:
     torch.testing.assert_close(out, alone(), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 2, 4, 7, 100])
+def test_a_branch_attends_to_its_prompt_and_to_itself(window: int | None) -> None:
+    """A segment of 5 and two branches of 3 behind it, against whole rows of 8."""
+    q, k, v = tensors()
+    found, _ = packed_attention(
+        nn.Identity(), q, k, v, None, segments=Segments(SEGMENTS, (-1, 0, 0, -1, 0)), sliding_window=window
+    )
+    for places in ([*range(8)], [*range(5), 8, 9, 10], [11, 12, 13], [*range(5), 14]):
+        row = [tensor[:, :, places] for tensor in (q, k, v)]
+        want, _ = packed_attention(nn.Identity(), *row, None, segments=Segments((len(places),)), sliding_window=window)
+        torch.testing.assert_close(found[:, places], want, atol=1e-6, rtol=1e-5)
+
+
+def test_keys_that_a_kernel_gets_for_each_segment_are_its_prompt_and_its_own() -> None:
+    seen, places = Segments((2, 3, 1), (-1, 0, -1)).seen(torch.device("cpu"))
+    assert seen == (2, 5, 1)
+    assert places.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

@@ -9,11 +9,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hybridflow.algorithms.contract import Counts, Outputs
+from hybridflow.engines.train.base import MicroBatching
+from hybridflow.models.heads import adapter_name
+from hybridflow.models.lora import _full
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import ConfigError, EngineError
-from tests.invariants.training_steps import LOSSES, Case, assemble, blocks, build, make_rows, own_rows
+from tests.invariants.training_steps import (
+    LOSSES,
+    Case,
+    assemble,
+    blocks,
+    build,
+    make_rows,
+    own_rows,
+    reference_model,
+    reference_outputs,
+)
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
 
@@ -81,16 +96,98 @@ def test_saved_adapters_and_merged_weights_agree_with_peft(folder: str, rslora: 
 
 
 @pytest.mark.parametrize(
-    "dims", [ParallelDims(dp_shard=2), ParallelDims(sp=2), ParallelDims(pp=2)], ids=["dp 2", "sp 2", "pp 2"]
+    ("dims", "more"),
+    [
+        (ParallelDims(dp_shard=2), {}),
+        (ParallelDims(sp=2), {}),
+        (ParallelDims(pp=2), {}),
+        (ParallelDims(tp=2), {}),
+        (ParallelDims(dp_shard=2, tp=2), {"use_rslora": True}),
+    ],
+    ids=["dp 2", "sp 2", "pp 2", "tp 2", "dp 2 x tp 2, rsLoRA"],
 )
-def test_layouts_agree(folder: str, dims: ParallelDims, tmp_path: Path) -> None:
-    one = train(Case(folder, model=LORA, optim=ADAM), str(tmp_path / "one"))
-    ranks = run_ranks(2, train, Case(folder, model=LORA, optim=ADAM, dims=dims), str(tmp_path / "two"))
+def test_layouts_agree(folder: str, dims: ParallelDims, more: dict[str, Any], tmp_path: Path) -> None:
+    options = {"model": {**LORA, **more}, "optim": ADAM}
+    one = train(Case(folder, **options), str(tmp_path / "one"))
+    ranks = run_ranks(dims.world, train, Case(folder, **options, dims=dims), str(tmp_path / "two"))
+    for rank in ranks:
+        assert torch.equal(rank["restored"], rank["after"]) and torch.equal(rank["base"], rank["start"])
+    whole = assemble([rank["blocks"] for rank in ranks])
+    stored = load_file(tmp_path / "two" / "merged" / "model.safetensors")
+    assert all(torch.equal(stored[name], value) for name, value in whole.items()), "what is published is what is saved"
+    written = load_file(tmp_path / "two" / "adapters" / "adapter_model.safetensors")
+    for name, value in load_file(tmp_path / "one" / "adapters" / "adapter_model.safetensors").items():
+        torch.testing.assert_close(written[name], value, atol=2e-3, rtol=0)
     assert ranks[0]["metrics"][1]["loss"] == pytest.approx(one["metrics"][1]["loss"], abs=1e-5)
     want, got = assemble([one["blocks"]]), assemble([rank["blocks"] for rank in ranks])
     for name in want:
         # Adam turns rounding of gradients near 0 into steps of up to lr; a low-rank product damps them.
         torch.testing.assert_close(got[name], want[name], atol=1e-3, rtol=0)
+
+
+def random_adapters(folder: str, out: Path, *, rslora: bool) -> None:
+    """An adapter folder in which neither half is zero: a zero B would hide the gradient of A."""
+    engine = build(Case(folder, model={**LORA, "use_rslora": rslora}))
+    g = torch.Generator().manual_seed(5)
+    for name, parameter in engine._parameters.items():
+        if adapter_name(name):
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=g))
+    engine.save_adapters(str(out))
+
+
+def step(case: Case) -> dict[str, Any]:
+    """One step of SGD with rate 1: what adapters lost, whole, is their gradient; and which weights want one."""
+    engine = build(case)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rows = own_rows(make_rows(8), case.dims, rank)
+    before = {name: _full(held).clone() for name, held in engine._parameters.items()}
+    update = dict(temperature=case.temperature, micro=case.micro, counts=engine.counts(rows))
+    metrics = engine.update(rows, LOSSES[case.head], **update)
+    moved = {name: before[name] - _full(held) for name, held in engine._parameters.items()}
+    return {"loss": metrics["loss"], "norm": metrics["grad/norm"], "moved": moved}
+
+
+@pytest.mark.parametrize("rslora", [False, True], ids=["LoRA", "rsLoRA"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2", {"dims": ParallelDims()}),
+        ("qwen2", {"dims": ParallelDims(tp=2)}),
+        ("qwen3", {"dims": ParallelDims(tp=2), "micro": MicroBatching(max_rows=2)}),
+        ("llama", {"dims": ParallelDims(dp_shard=2, tp=2)}),
+        ("qwen2", {"dims": ParallelDims(sp=2, tp=2)}),
+    ],
+    ids=["one process", "tp 2", "tp 2, row by row", "dp 2 x tp 2", "sp 2 x tp 2"],
+)
+def test_a_step_equals_peft_in_one_process(family: str, options: dict[str, Any], rslora: bool, tmp_path: Path) -> None:
+    """Law: every adapter's gradient is that of PEFT's own model, row by row, to 1e-6; all other weights stand still."""
+    folder = str(save_tiny_model(tmp_path / "model", family=family))
+    random_adapters(folder, tmp_path / "adapters", rslora=rslora)
+    case = Case(
+        folder, model={**LORA, "use_rslora": rslora, "lora_adapter_path": str(tmp_path / "adapters")}, **options
+    )
+    model, _ = reference_model(folder, "lm")
+    wrapped = PeftModel.from_pretrained(model, str(tmp_path / "adapters"), is_trainable=True)
+    rows = make_rows(8)
+    mask = rows["loss_mask"]
+    counts = Counts(tokens=int(mask.sum()), sequences=int(mask.any(-1).sum()), rows=len(rows))
+    loss, _ = LOSSES["lm"](Outputs(**reference_outputs(model, None, rows, case.temperature)), rows, counts)
+    loss.backward()
+    wanted = {
+        name.removeprefix("base_model.model.").replace(".default.", "."): p.grad
+        for name, p in wrapped.named_parameters()
+        if p.grad is not None
+    }
+    assert len(wanted) == 2 * 7 * 2 and all(float(grad.abs().max()) > 1e-4 for grad in wanted.values())
+    ranks = run_ranks(case.dims.world, step, case) if case.dims.world > 1 else [step(case)]
+    for rank in ranks:
+        assert rank["loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
+        for name, moved in rank["moved"].items():
+            expected = wanted.get(name)
+            if expected is None:
+                assert not moved.any(), f"{name} is frozen and moved"
+            else:
+                torch.testing.assert_close(moved, expected, atol=1e-6, rtol=0)
 
 
 def test_only_adapters_are_trained(folder: str, tmp_path: Path) -> None:

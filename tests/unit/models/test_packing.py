@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridflow.batch.batch import Batch
-from hybridflow.models.packing import pack, row_tokens
+from hybridflow.models.packing import ALONE, pack, prompt_groups, row_tokens
 from hybridflow.utils.errors import ColumnError
 
 
@@ -74,3 +74,33 @@ def test_a_length_beyond_its_column_is_refused() -> None:
     batch = rows([[1]], [[2]]).with_columns(response_length=torch.tensor([9]))
     with pytest.raises(ColumnError, match="response_length goes up to 9, but response_ids is 4 wide"):
         pack(batch)
+
+
+def test_the_layout_of_two_rows_behind_one_prompt_and_a_third() -> None:
+    batch = rows([[1, 2], [3], [1, 2]], [[4, 5], [6, 7, 8, 9], [7, 8, 9]])
+    groups = prompt_groups(batch)
+    assert groups == [0, 1, 0]
+    packed = pack(batch, groups)
+    assert packed.lengths == (4, 2, 2, 1) and packed.prefixes == (ALONE, ALONE, 1, 1) and packed.seen == (0, 0, 2, 2)
+    assert packed.input_ids.tolist() == [[3, 6, 7, 8, 1, 2, 7, 8, 4]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 2]]
+    assert packed.unpack(packed.targets.float()).tolist() == [[4, 5, 0, 0], [6, 7, 8, 9], [7, 8, 9, 0]]
+    before = packed.input_ids[0, packed.select].float()
+    assert packed.unpack(before).tolist() == [[2, 4, 0, 0], [3, 6, 7, 8], [2, 7, 8, 0]]
+
+
+def test_responses_of_one_token_need_nothing_but_the_shared_prompt() -> None:
+    batch = rows([[1, 2], [1, 2]], [[4], [5]])
+    packed = pack(batch, prompt_groups(batch))
+    assert packed.lengths == (2,)
+    assert packed.select.tolist() == [1, 1] and packed.targets.tolist() == [4, 5]
+
+
+def test_prompts_are_equal_by_their_tokens_and_length_and_not_by_their_padding() -> None:
+    assert prompt_groups(rows([[1, 2], [1, 2, 99], [1, 2], [1], [1]], [[4]] * 5)) == [0, 1, 0, 3, 4]
+
+
+def test_a_group_of_which_one_row_has_a_response_is_a_whole_row() -> None:
+    batch = rows([[1, 2], [1, 2]], [[4, 5], []])
+    packed, plain = pack(batch, prompt_groups(batch)), pack(batch)
+    assert packed.lengths == plain.lengths == (3,) and packed.prefixes == plain.prefixes == (ALONE,)

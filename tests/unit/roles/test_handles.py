@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.roles.handles import balanced_order, combine_ranks
+from hybridflow.batch.balance import row_cost
+from hybridflow.roles.handles import balanced_groups, balanced_order, combine_ranks, shared_costs
 
 
 def test_each_rank_gets_one_long_row_and_equally_many_rows():
@@ -26,6 +27,21 @@ def test_every_mini_batch_is_spread_evenly_over_the_chunks():
 @pytest.mark.parametrize(("rows", "parts", "block"), [(7, 2, 7), (8, 3, 8), (8, 2, 3), (8, 4, 6)])
 def test_counts_that_do_not_divide_keep_the_order(rows, parts, block):
     assert balanced_order([1] * rows, parts=parts, block_rows=block) is None
+
+
+def test_rows_of_a_shared_prompt_stay_together_and_groups_are_balanced():
+    lengths, prompts = [9, 8, 3, 3, 3, 3, 9, 8], [2] * 8
+    order = balanced_groups(shared_costs(lengths, prompts, together=2), 2, parts=2, block_rows=8)
+    chunks = [chunk.tolist() for chunk in order.chunk(2)]
+    assert all(chunk[0] % 2 == 0 and chunk[1] == chunk[0] + 1 for rows in chunks for chunk in (rows[:2], rows[2:]))
+    assert sorted(len({0, 6} & set(rows)) for rows in chunks) == [1, 1]
+    assert balanced_groups([1] * 3, 2, parts=2, block_rows=6) is None, "three groups over two ranks"
+
+
+def test_a_shared_prompt_costs_once_and_its_pairs_with_every_response_count():
+    prompt, responses = 40, (7, 11)
+    (cost,) = shared_costs([prompt + r for r in responses], [prompt] * 2, together=2)
+    assert cost == row_cost(prompt) + sum(row_cost(r) + 2 * prompt * r for r in responses)
 
 
 def test_transfer_metrics_add_bytes_take_the_slowest_rank_and_the_ratio_of_totals():

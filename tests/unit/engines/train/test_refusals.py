@@ -28,7 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         (ParallelDims(tp=4), {}, r"2 key-value heads / tp 4 is no whole number"),
         (ParallelDims(pp=3), {}, r"pipeline parallel size 3 is more than the model's 2 layers"),
         (ParallelDims(sp=3), {}, r"4 attention heads / \(tp 1 x sp 3\)"),
-        (ParallelDims(tp=2), {"model": {"lora_rank": 2}}, r"lora_rank=2 with tensor parallel size 2"),
         (ParallelDims(tp=2), {"engine": {"shard_order": [1, 0]}}, r"shard_order works with data parallelism alone"),
         (ParallelDims(dp_shard=2), {"engine": {"shard_order": [0, 0]}}, r"no permutation of ranks 0\.\.1"),
     ],
