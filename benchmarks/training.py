@@ -79,35 +79,37 @@ def build(given: argparse.Namespace, **options: bool) -> FSDPEngine:
 
 
 def compare_sharing(given: argparse.Namespace) -> None:
-    """One group of rows, its prompt encoded once against once per row."""
+    """One group of rows, its prompt encoded once against once per row; both in turn, the fastest of each counts."""
     needs, micro = frozenset({"log_probs"}), MicroBatching(max_tokens=1 << 30)
-    found = []
-    for shares in (False, True):
-        engine = build(given, share_prompts=shares)
-        vocabulary = next(shape[0] for name, shape in engine.parameter_shapes().items() if "embed" in name)
-        rows = make_rows(given.group, given.response, vocabulary, given.prompt)
-        counts = engine.counts(rows)
-
-        def forward(engine: FSDPEngine = engine, rows: Batch = rows) -> dict[str, Tensor]:
-            return engine.forward(rows, needs, temperature=1.0, micro=micro)
-
-        def update(engine: FSDPEngine = engine, rows: Batch = rows, counts: Counts = counts) -> object:
-            return engine.update(rows, NegativeLogProb(), temperature=1.0, micro=micro, counts=counts)
-
+    engines = [build(given, share_prompts=shares) for shares in (False, True)]
+    vocabulary = next(shape[0] for name, shape in engines[0].parameter_shapes().items() if "embed" in name)
+    rows = make_rows(given.group, given.response, vocabulary, given.prompt)
+    counts = engines[0].counts(rows)
+    flops, log_probs = [], []
+    for engine in engines:
         with FlopCounterMode(display=False) as counter:
-            log_probs = forward()["log_probs"]
-        taken = [seconds(step, given.repeat, given.device) for step in (forward, update)]
-        found.append((counter.get_total_flops(), *taken, log_probs))
-        print(
-            f"{'prompt once' if shares else 'prompt per row':15s} forward {found[-1][0] / 1e9:8.1f} GFLOP "
-            f"{taken[0]:7.3f} s  update {taken[1]:7.3f} s"
-        )
-    whole, once = found
-    print(
-        f"{given.group} rows, prompt {given.prompt}, response {given.response}: {whole[0] / once[0]:.2f} x fewer "
-        f"forward FLOPs, forward {whole[1] / once[1]:.2f} x and update {whole[2] / once[2]:.2f} x faster; "
-        f"largest difference of log-probs {float((whole[3] - once[3]).abs().max()):.1e}"
-    )
+            log_probs.append(engine.forward(rows, needs, temperature=1.0, micro=micro)["log_probs"])
+        flops.append(counter.get_total_flops())
+    taken: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for _ in range(given.repeat + 1):
+        for number, engine in enumerate(engines):
+            for what in ("forward", "update"):
+                wall, cpu = time.perf_counter(), time.process_time()
+                if what == "forward":
+                    engine.forward(rows, needs, temperature=1.0, micro=micro)
+                else:
+                    engine.update(rows, NegativeLogProb(), temperature=1.0, micro=micro, counts=counts)
+                if given.device.startswith("cuda"):
+                    torch.cuda.synchronize()
+                spent = time.perf_counter() - wall, time.process_time() - cpu
+                taken.setdefault((what, number), []).append(spent)
+    print(f"{given.group} rows, prompt {given.prompt}, response {given.response}, {given.dtype}: prompt per row / once")
+    print(f"forward  {flops[0] / 1e9:9.1f} / {flops[1] / 1e9:8.1f} GFLOP    {flops[0] / flops[1]:.2f} x")
+    for what in ("forward", "update"):
+        for kind, name in enumerate(("wall", "CPU")):
+            whole, once = (min(runs[kind] for runs in taken[what, number][1:]) for number in (0, 1))
+            print(f"{what:8s} {whole:9.3f} / {once:8.3f} s {name:8s} {whole / once:.2f} x")
+    print(f"largest difference of log-probs {float((log_probs[0] - log_probs[1]).abs().max()):.1e}")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ ENGINE = "use the native engine: *.strategy=fsdp2 with tensor_, pipeline_ and ul
 TEXT_ONLY = "models and prompts are text only; remove the key"
 SCHEDULE = (
     "use 1f1b, which takes micro-batches of any length: torch's schedules fix one length at the first step, so packed "
-    "rows would be padded to it (docs/design/0010-one-pipeline-schedule.md)"
+    "rows would be padded to it (docs/design/0012-one-pipeline-schedule.md)"
 )
 MULTI_TURN = "use single-turn prompts; tools and several turns are not part of this version"
 JUDGE = (
