@@ -79,7 +79,7 @@ class PackedModel(nn.Module):
         """Whether this is the first pipeline stage."""
         self.last = True
         """Whether this is the last pipeline stage."""
-        self.around_body: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.around_body: Callable[[], AbstractContextManager[Any, None]] = nullcontext
         """What the body's forward runs in (activation offload)."""
         self.renamed: Mapping[str, str] = {}
         """Parameters whose tied twin lives on another pipeline stage: own name to Hugging Face name."""
