@@ -6,8 +6,8 @@
 Each case runs in a process of its own on one thread: best wall time of the repeats, and peak resident memory as a
 multiple of the input tensors (inputs included). Targets: gae under 1.5 s, grpo under 0.5 s, memory under 3.
 
-Scans go over tokens on contiguous columns of up to 4096 rows. The arithmetic is float64 on one column at a time: the
-precision costs some time in the scan and no memory beside the results. On a busy machine compare `--cpu-time`.
+Scans are two float64 matrix products over blocks of tokens, for as many rows at a time as fit into a cache: no loop
+over tokens, no transposed copy, no memory beside the results. On a busy machine compare `--cpu-time`.
 """
 
 from __future__ import annotations

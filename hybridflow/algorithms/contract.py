@@ -39,7 +39,7 @@ class Outputs:
     values: Tensor | None = None
     """Return expected before each response token."""
     full_kl: Tensor | None = None
-    """Nats, exact KL(policy || reference) over the vocabulary (``algorithms.kl.full_kl``), tempered."""
+    """Nats, exact KL(policy || reference) over the vocabulary (``models/full_kl.py``), tempered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ divergence", 2020):
     abs = |x|           a distance, not an estimate of the KL
     k2 = x^2 / 2        biased value; as a loss its expected gradient is that of the KL
     k3 = e^-x + x - 1   unbiased value, low variance; as a loss its expected gradient is that of KL(reference || policy)
-    full                the exact sum over the vocabulary
+    full                the exact sum over the vocabulary (models/full_kl.py)
 
 A trailing ``+`` keeps the value and takes the gradient of k2 (straight-through), the one sampled form whose gradient is
 right. Aliases: kl = k1, mse = k2, low_var_kl = k3.
@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hybridflow.algorithms.masking import keep
 from hybridflow.config.algorithm import KLControlConfig
 from hybridflow.utils.errors import ConfigError
 
@@ -77,9 +76,9 @@ def kl_estimate(
 ) -> Float[Tensor, "*shape"]:
     """KL(policy || reference) in nats per token, estimated at the sampled token; sources in the module docstring.
 
-    ``kind`` is a name of the module docstring, but not ``full``, which needs logits (``full_kl``). ``importance`` is
-    policy now / policy that sampled, without gradient: the ``+`` form promises the gradient of the KL of the *current*
-    policy, which needs this weight once the sampling policy is an older one.
+    ``kind`` is a name of the module docstring, but not ``full``, which needs both models. ``importance`` is policy now
+    / policy that sampled, without gradient: the ``+`` form promises the gradient of the KL of the *current* policy,
+    which needs this weight once the sampling policy is an older one.
 
     Raises:
         ConfigError: an unknown name, or ``full``.
@@ -104,23 +103,6 @@ def straight_through(
     if importance is not None:
         carrier = carrier * importance.detach().clamp(max=MAX_IMPORTANCE)
     return value.detach() + carrier
-
-
-def full_kl(
-    *, logits: Float[Tensor, "N V"], ref_logits: Float[Tensor, "N V"], chunk_rows: int = 1024
-) -> Float[Tensor, " N"]:
-    """Exact KL(policy || reference) in nats for each row of (tempered) logits; value and gradient are both right.
-
-    The vocabulary is reduced ``chunk_rows`` rows at a time, so that float32 copies stay small.
-    """
-    blocks = []
-    for start in range(0, len(logits), chunk_rows):
-        policy = torch.log_softmax(logits[start : start + chunk_rows].to(_at_least_float32(logits)), dim=-1)
-        reference = torch.log_softmax(ref_logits[start : start + chunk_rows].to(_at_least_float32(ref_logits)), dim=-1)
-        share = policy.exp()
-        # A token that the policy forbids (log-prob -inf) contributes 0, not 0 * inf.
-        blocks.append(keep(share * keep(policy - reference, share > 0), share > 0).sum(dim=-1))
-    return torch.cat(blocks) if blocks else logits.new_zeros(0)
 
 
 def _at_least_float32(values: Tensor) -> torch.dtype:

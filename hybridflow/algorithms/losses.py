@@ -29,8 +29,8 @@ class ActorLoss:
     """Policy loss - entropy bonus + KL to the reference.
 
     Reads the columns loss_mask, advantages, old_log_probs (absent: the first and only update of a batch, where the
-    current log-probs are the old ones), ref_log_probs (with ``use_kl_loss``), correction_weights (when present), and
-    whatever the configured policy loss asks for by name.
+    current log-probs are the old ones), ref_log_probs (with ``use_kl_loss``; ``full`` does without), correction_weights
+    (when present), and whatever the configured policy loss asks for by name.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class ActorLoss:
 
     def _kl(self, outputs: Outputs, rows: Batch, difference: Tensor) -> Tensor:
         mask, kind = rows["loss_mask"], self._config.kl_loss_type
+        if kind == "full":
+            return keep(_given(outputs.full_kl, "full_kl"), mask)
         log_probs = keep(_given(outputs.log_probs, "log_probs"), mask)
         reference, importance = keep(rows["ref_log_probs"], mask), difference.exp()
         if base_kind(kind) != "full":
             return kl_estimate(kind=kind, log_probs=log_probs, ref_log_probs=reference, importance=importance)
         exact = keep(_given(outputs.full_kl, "full_kl"), mask)
-        if not kind.endswith("+"):
-            return exact
         sampled = kl_estimate(kind="k2", log_probs=log_probs, ref_log_probs=reference)
         return straight_through(exact, sampled, importance)
 

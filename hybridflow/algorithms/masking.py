@@ -7,7 +7,6 @@ binary have a tiny, meaningless standard deviation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,15 +47,21 @@ def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], d
 def masked_moments(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance (n - 1) over masked positions as float64 scalars; variance 0 for fewer than two.
 
-    Two passes: the squares are taken after centring, so a large mean costs no digits. Both go block by block, so that
-    the float64 copies stay small beside the input.
+    The squares are taken after centring, so a large mean costs no digits: every block of rows around its own mean while
+    it lies in the cache, and blocks are joined by the shift of their means (Chan et al., 1979).
     """
-    count = mask.sum()
-    blocks = list(row_blocks(values, mask))
-    total = sum((keep(part.double(), live).sum() for part, live in blocks), start=_zero(values))
-    mean = total / count.clamp(min=1)
-    squares = sum((keep(part.double() - mean, live).square().sum() for part, live in blocks), start=_zero(values))
-    return mean, squares / (count - 1).clamp(min=1)
+    mean, squares, count = _zero(values), _zero(values), 0
+    for part, live in row_blocks(values, mask):
+        size = int(live.sum())
+        if size == 0:
+            continue
+        kept = keep(part, live).double()
+        own = kept.sum() / size
+        centred = keep(kept.sub_(own), live).flatten()
+        shift, count = own - mean, count + size
+        squares = squares + centred.dot(centred) + shift.square() * ((count - size) * size / count)
+        mean = mean + shift * (size / count)
+    return mean, squares / max(count - 1, 1)
 
 
 def masked_whiten(
@@ -71,29 +76,33 @@ def masked_whiten(
     mean, variance = masked_moments(values, mask)
     scale = torch.rsqrt(variance + epsilon)
     white = torch.empty_like(values)
-    for (part, live), out in zip(row_blocks(values, mask), white.split(_block_rows(values)), strict=True):
-        centred = (part.double() - mean) * scale
-        out.copy_(keep(centred if shift_mean else centred + mean, live))
+    for (part, live), out in zip(row_blocks(values, mask), white.split(block_rows(values)), strict=True):
+        centred = (part.double() - mean).mul_(scale)
+        out.copy_(keep(centred if shift_mean else centred.add_(mean), live))
     return white
 
 
 def _has_spread(values: Tensor, mask: Tensor) -> bool:
-    """Whether two masked positions differ; exact."""
-    if values.numel() == 0:
-        return False
-    parts = list(row_blocks(values, mask))
-    highest = max(float(torch.where(live, part, -math.inf).amax()) for part, live in parts)
-    lowest = min(float(torch.where(live, part, math.inf).amin()) for part, live in parts)
-    return highest > lowest
+    """Whether two masked positions differ; exact, and soon known where they do."""
+    first: Tensor | None = None
+    for part, live in row_blocks(values, mask):
+        if not bool(live.any()):
+            continue
+        if first is None:
+            first = part.flatten()[live.flatten().byte().argmax()]
+        if bool((live & (part != first)).any()):
+            return True
+    return False
 
 
-def _block_rows(values: Tensor) -> int:
+def block_rows(values: Tensor) -> int:
+    """Rows that are small enough to be widened to float64 within a cache."""
     return max(BLOCK_ELEMENTS // max(values[:1].numel(), 1), 1)
 
 
 def row_blocks(values: Tensor, mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both tensors in blocks of rows that are small enough to be widened to float64 within a cache."""
-    rows = _block_rows(values)
+    """Both tensors in blocks of ``block_rows`` rows."""
+    rows = block_rows(values)
     return zip(values.split(rows), mask.split(rows), strict=True)
 
 

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hybridflow.algorithms.masking import keep, row_blocks
+from hybridflow.algorithms.masking import block_rows, keep, row_blocks
 
-SCAN_ROWS = 4096
-"""Rows that a scan works on at a time, as contiguous columns: bounds its copies, and long enough to be vectorised."""
+SCAN_TOKENS = 32
+"""Tokens of a block of the scan: the sums within one cost that many multiplications a token."""
 
 Credit = tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]
 """(advantages, returns)."""
@@ -19,7 +19,7 @@ def outcome(token_rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> F
     """Sum of a row's rewards over its trainable tokens, float64."""
     if not len(token_rewards):
         return token_rewards.new_zeros(0, dtype=torch.float64)
-    return torch.cat([keep(part.double(), live).sum(dim=1) for part, live in row_blocks(token_rewards, mask)])
+    return torch.cat([keep(part, live).double().sum(dim=1) for part, live in row_blocks(token_rewards, mask)])
 
 
 def spread_over_tokens(
@@ -45,38 +45,69 @@ def generalized_advantages(
     for 0: with ``lam=1`` both results are then the discounted rewards to go.
     """
     advantages, returns = torch.empty_like(token_rewards), torch.empty_like(token_rewards)
-    zero = token_rewards.new_zeros(())
-    for start in range(0, len(token_rewards), SCAN_ROWS):
-        rows = slice(start, start + SCAN_ROWS)
-        live, to_go = mask[rows], token_rewards[rows].T.contiguous()
-        gain = torch.empty_like(to_go)
-        value = zero.expand_as(to_go) if values is None else values[rows].T.contiguous()
-        _scan_back(to_go, gain, value, live.T.contiguous(), gamma, lam)
-        torch.where(live, gain.T.contiguous(), zero, out=advantages[rows])
-        torch.where(live, to_go.T.contiguous(), zero, out=returns[rows])
+    size = block_rows(token_rewards)
+    for start in range(0, len(token_rewards), size):
+        rows = slice(start, start + size)
+        live = mask[rows]
+        rewards = keep(token_rewards[rows], live).double()
+        held = None if values is None else keep(values[rows], live).double()
+        front = _front(live)
+        if front is not None:
+            rewards = _move(rewards, live, front)
+            held = None if held is None else _move(held, live, front)
+        gain = _discounted_sums(_deltas(rewards, held, gamma), gamma * lam)
+        to_go = gain if held is None else gain + held
+        if front is not None:
+            gain, to_go = _move(gain, front, live), _move(to_go, front, live)
+        advantages[rows] = keep(gain, live)
+        returns[rows] = keep(to_go, live)
     return advantages, returns
 
 
-def _scan_back(
-    to_go: Float[Tensor, "T B"],
-    gain: Float[Tensor, "T B"],
-    value: Float[Tensor, "T B"],
-    live: Bool[Tensor, "T B"],
-    gamma: float,
-    lam: float,
-) -> None:
-    """Writes returns over the rewards in ``to_go`` and advantages into ``gain``; numbers at masked places are garbage.
+def _deltas(rewards: Tensor, values: Tensor | None, gamma: float) -> Tensor:
+    """``r_t + gamma V_{t+1} - V_t``."""
+    if values is None:
+        return rewards
+    delta = rewards - values
+    delta[:, :-1].add_(values[:, 1:], alpha=gamma)
+    return delta
 
-    One carried vector: what a token hands to the one before it, ``V + lam A``. A masked token hands on what it got.
+
+def _front(live: Bool[Tensor, "b T"]) -> Bool[Tensor, "b T"] | None:
+    """As many leading positions of each row as are live; None where no row has a gap and nothing need be moved."""
+    if not bool(((live[:, 1:] & ~live[:, :-1]).sum(dim=1) + live[:, :1].any(dim=1) > 1).any()):
+        return None
+    return torch.arange(live.shape[1], device=live.device) < live.sum(dim=1, keepdim=True)
+
+
+def _move(column: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    """The numbers at ``source`` put at ``target`` in order, 0 elsewhere; every row has equally many of both."""
+    moved = torch.zeros_like(column)
+    moved[target] = column[source]
+    return moved
+
+
+def _discounted_sums(gains: Float[Tensor, "b T"], factor: float) -> Float[Tensor, "b T"]:
+    """``y_t = gains_t + factor y_{t+1}`` with y = 0 beyond the end, without a loop over tokens.
+
+    Two matrix products: the sums within blocks of tokens, and what later blocks hand to each block.
     """
-    beyond = to_go.new_zeros(to_go.shape[1], dtype=torch.float64)
-    steps = zip(to_go.unbind(), gain.unbind(), value.unbind(), live.unbind(), strict=True)
-    for rewards_then_returns, advantages, values, alive in reversed(list(steps)):
-        target = torch.add(rewards_then_returns, beyond, alpha=gamma)
-        advantage = target - values
-        rewards_then_returns.copy_(target)
-        advantages.copy_(advantage)
-        beyond = torch.where(alive, torch.add(values, advantage, alpha=lam), beyond)
+    if not gains.numel():
+        return gains
+    width, size = gains.shape[1], SCAN_TOKENS
+    blocks = -(-width // size)
+    cut = torch.nn.functional.pad(gains, (0, blocks * size - width)).view(-1, blocks, size)
+    inside = cut @ _powers(size, factor, like=gains)
+    # What block j gets from blocks k > j: the sum of their first tokens' sums, each faded over k - j - 1 blocks.
+    beyond = inside[:, 1:, 0] @ _powers(blocks, factor**size, like=gains)[:-1]
+    fade = factor ** torch.arange(size, 0, -1, dtype=gains.dtype, device=gains.device)
+    return inside.addcmul_(beyond[:, :, None], fade).view(len(gains), -1)[:, :width]
+
+
+def _powers(size: int, factor: float, *, like: Tensor) -> Tensor:
+    """``[size, size]`` with ``factor ** (row - column)`` on and below the diagonal, 0 above it."""
+    at = torch.arange(size, dtype=like.dtype, device=like.device)
+    return torch.where(at[:, None] >= at, factor ** (at[:, None] - at).clamp(min=0), 0.0)
 
 
 def rewards_to_go(

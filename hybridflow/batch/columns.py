@@ -49,7 +49,7 @@ TABLE: dict[str, Column] = {
         Column("old_sum_pi_squared", "float32", "B T", "sum of squared token probabilities, tempered", "actor"),
         Column("baseline_score", "float64", "B", "score of the prompt's greedy response (remax)", "trainer"),
         Column("ref_log_probs", "float32", "B T", "nats, tempered", "reference"),
-        Column("full_kl", "float32", "B T", "nats, exact KL(policy || reference), tempered", "reference"),
+        Column("full_kl", "float32", "B T", "nats, exact KL(policy || reference), tempered", "actor"),
         Column("values", "float32", "B T", "return expected before the token", "critic"),
         Column(
             "loss_mask", "bool", "B T", "response_mask of valid, not rejected rows; every loss uses it", "advantage"

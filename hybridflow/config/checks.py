@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from hybridflow.config.algorithm_checks import ACTOR, REF, correction, exact_kl
 from hybridflow.config.problems import Problem, show
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ REWARD_ONLY_ESTIMATORS = {
 PTX_SUFFIXES = (".txt", ".jsonl")
 """Files of text that PPO-ptx reads."""
 ROLLOUT = "actor_rollout_ref.rollout"
-ACTOR = "actor_rollout_ref.actor"
-REF = "actor_rollout_ref.ref"
 RM = "reward.reward_model"
 
 
@@ -50,6 +49,8 @@ def across(config: PPOConfig) -> Iterator[Problem]:
     """Every fault that two or more keys make together."""
     yield from _credit(config)
     yield from _needs_of_algorithms(config)
+    yield from exact_kl(config)
+    yield from correction(config)
     yield from _pools(config)
     yield from _batch_sizes(config)
     yield from _layouts(config)
@@ -109,13 +110,6 @@ def _credit(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(
             key="algorithm.use_kl_in_reward", given="True", text=text, fix=fix, reads=(f"{ACTOR}.use_kl_loss",)
         )
-    for key, kind, on, switch in (
-        ("algorithm.kl_penalty", algorithm.kl_penalty, algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward"),
-        (f"{ACTOR}.kl_loss_type", actor.kl_loss_type, actor.use_kl_loss, f"{ACTOR}.use_kl_loss"),
-    ):
-        if on and kind.startswith("full"):
-            text, fix = "needs the logits of both models, and only log-probs travel", "Use low_var_kl."
-            yield Problem(key=key, given=kind, text=text, fix=fix, reads=(switch,))
     if estimator == "gdpo" and not algorithm.gdpo_reward_keys:
         fix = "Name the components that the reward function returns, for example [correct,format]."
         text = "is empty, and algorithm.adv_estimator=gdpo normalises each component by itself"
@@ -125,21 +119,6 @@ def _credit(config: PPOConfig) -> Iterator[Problem]:
         text = f"has {len(weights)} weights for {len(keys)} algorithm.gdpo_reward_keys"
         key, reads = "algorithm.gdpo_reward_weights", ("algorithm.gdpo_reward_keys",)
         yield Problem(key=key, given=show(weights), text=text, fix="Give one each.", reads=reads)
-    correction = algorithm.rollout_correction
-    if correction.bypass_mode and correction.rollout_is_batch_normalize:
-        text = "divides by a batch mean, and in bypass_mode the weights are known only inside the loss"
-        key, reads = (
-            "algorithm.rollout_correction.rollout_is_batch_normalize",
-            ("algorithm.rollout_correction.bypass_mode",),
-        )
-        yield Problem(key=key, given="True", text=text, fix="Keep one of the two.", reads=reads)
-    names = (correction.rollout_rs or "").split(",")
-    thresholds = show(correction.rollout_rs_threshold).split(",")
-    if correction.rollout_rs and len(thresholds) not in (1, len(names)):
-        text = f"has {len(thresholds)} entries for the {len(names)} names of rollout_rs={correction.rollout_rs}"
-        key, reads = "algorithm.rollout_correction.rollout_rs_threshold", ("algorithm.rollout_correction.rollout_rs",)
-        given = show(correction.rollout_rs_threshold)
-        yield Problem(key=key, given=given, text=text, fix="Give one for all, or one each.", reads=reads)
 
 
 def _needs_of_algorithms(config: PPOConfig) -> Iterator[Problem]:

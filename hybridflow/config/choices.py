@@ -53,6 +53,8 @@ KL_TYPES = (
     "k3+",
     "full+",
 )
+EXACT_KL = ("full", "full+")
+"""KL types over the whole vocabulary."""
 KL_CONTROLLERS = ("fixed", "adaptive")
 TRAIN_STRATEGIES = ("fsdp", "fsdp2")
 """Both names mean the one native FSDP2 engine; verl's scripts say either."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hybridflow.config.actor import ActorRolloutRefConfig
 from hybridflow.config.algorithm import AlgorithmConfig
 from hybridflow.config.checks import VALUE_ESTIMATORS, across
-from hybridflow.config.choices import ADV_ESTIMATORS, POLICY_LOSSES
+from hybridflow.config.choices import ADV_ESTIMATORS, EXACT_KL, POLICY_LOSSES
 from hybridflow.config.constraints import Section, check_fields
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.data import DataConfig
@@ -58,6 +58,30 @@ class PPOConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a KL to the reference is asked for anywhere."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def exact_kl_in_reward(self) -> bool:
+        """Whether the KL in the reward is exact over the vocabulary."""
+        return self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty in EXACT_KL
+
+    @property
+    def needs_exact_kl(self) -> bool:
+        """Whether the actor evaluates the reference on its own micro-batches."""
+        actor = self.actor_rollout_ref.actor
+        return self.exact_kl_in_reward or (actor.use_kl_loss and actor.kl_loss_type in EXACT_KL)
+
+    @property
+    def needs_ref_log_probs(self) -> bool:
+        """Whether the reference's log-probs of the sampled tokens are read: the exact KL does without them.
+
+        ``full+`` in the loss takes its gradient from them, and a user's own functions may read them.
+        """
+        algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
+        own = algorithm.adv_estimator not in ADV_ESTIMATORS or actor.policy_loss.loss_mode not in POLICY_LOSSES
+        sampled = (algorithm.use_kl_in_reward and not self.exact_kl_in_reward) or (
+            actor.use_kl_loss and actor.kl_loss_type != "full"
+        )
+        return self.needs_reference and (sampled or own)
 
     @property
     def prompt_length(self) -> int:

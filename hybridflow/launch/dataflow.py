@@ -32,9 +32,9 @@ def dataflow(config: PPOConfig) -> tuple[Stage, ...]:
         ),
     ]
     if config.recomputes_old_log_probs:
-        writes = ("old_log_probs", "old_entropy")
+        writes = ("old_log_probs", "old_entropy", *(("full_kl",) if config.exact_kl_in_reward else ()))
         stages.append(Stage(stage="score", role="actor", method="compute_log_prob", reads=SEQUENCE, writes=writes))
-    if config.needs_reference:
+    if config.needs_ref_log_probs:
         call, writes = "compute_ref_log_prob", ("ref_log_probs",)
         stages.append(Stage(stage="score", role="reference", method=call, reads=SEQUENCE, writes=writes))
     if config.needs_critic:
@@ -49,7 +49,8 @@ def _credit(config: PPOConfig) -> tuple[Stage, ...]:
     correction = config.algorithm.rollout_correction
     reads = ["score", "valid", "group_id", "response_mask"]
     reads += ["values"] if config.needs_critic else []
-    reads += ["old_log_probs", "ref_log_probs"] if config.algorithm.use_kl_in_reward else []
+    if config.algorithm.use_kl_in_reward:
+        reads += ["full_kl"] if config.exact_kl_in_reward else ["old_log_probs", "ref_log_probs"]
     reads += ["rollout_log_probs"] if correction.rollout_is or correction.rollout_rs else []
     writes = ["loss_mask", "token_rewards", "advantages", "returns"]
     writes += ["correction_weights"] if correction.rollout_is else []
@@ -77,7 +78,8 @@ def _learn(config: PPOConfig) -> tuple[Stage, ...]:
     correction = config.algorithm.rollout_correction
     old = "old_log_probs" if config.recomputes_old_log_probs else "rollout_log_probs"
     reads = [*SEQUENCE, old, "advantages", "loss_mask"]
-    reads += ["ref_log_probs"] if config.actor_rollout_ref.actor.use_kl_loss else []
+    actor = config.actor_rollout_ref.actor
+    reads += ["ref_log_probs"] if actor.use_kl_loss and actor.kl_loss_type != "full" else []
     reads += ["correction_weights"] if correction.rollout_is else []
     stages = []
     if config.needs_critic:

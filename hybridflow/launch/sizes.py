@@ -66,7 +66,8 @@ def _micro_plans(config: PPOConfig, layouts: Mapping[str, ParallelDims]) -> tupl
     calls = [
         ("actor", "compute_log_prob", rollout.log_prob_use_dynamic_bsz, old, batch, config.recomputes_old_log_probs),
         ("actor", "update_actor", actor.use_dynamic_bsz, update, mini, True),
-        ("reference", "compute_ref_log_prob", ref.log_prob_use_dynamic_bsz, prior, batch, config.needs_reference),
+        ("reference", "compute_ref_log_prob", ref.log_prob_use_dynamic_bsz, prior, batch, config.needs_ref_log_probs),
+        ("reference", "full_kl", actor.use_dynamic_bsz, update, mini, config.needs_exact_kl),
         ("critic", "compute_values", critic.use_dynamic_bsz, value, batch, config.needs_critic),
         ("critic", "update_critic", critic.use_dynamic_bsz, learn, critic_mini, config.needs_critic),
         ("cost_critic", "compute_values", critic.use_dynamic_bsz, value, batch, config.needs_cost_critic),

@@ -19,12 +19,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridflow.models.attention import Segments
+from hybridflow.models.full_kl import Reading, full_kl
 from hybridflow.models.logprobs import VocabularyShard, token_log_probs
 from hybridflow.models.packing import Packed
 from hybridflow.models.sequence import join_tokens
 from hybridflow.utils.errors import ConfigError, EngineError
 
 Head = Literal["lm", "value"]
+
+HIDDEN = frozenset({"hidden"})
+"""What a forward is asked for that only wants the states before the head."""
 
 PLAIN_HEAD_FAMILIES = frozenset({"qwen2", "qwen3", "llama", "mistral"})
 """Model types whose logits are exactly ``hidden @ W^T + b``: others may scale or cap them."""
@@ -88,12 +92,19 @@ class PackedModel(nn.Module):
             _check_head(net)
 
     def forward(
-        self, packed: Packed, needs: frozenset[str], temperature: float, received: Tensor | None = None
+        self,
+        packed: Packed,
+        needs: frozenset[str],
+        temperature: float,
+        received: Tensor | None = None,
+        *,
+        reference: Reading | None = None,
     ) -> dict[str, Tensor] | Tensor:
-        """float32 ``[n]`` for each of ``needs``: log_probs and entropy of the tempered distribution, or values.
+        """float32 ``[n]`` for each of ``needs``: log_probs, entropy, full_kl of the tempered distribution, or values.
 
         A pipeline stage that is not the last gives its hidden states ``[1, m, D]``; one that is not the first takes
-        those of the stage before as ``received``.
+        those of the stage before as ``received``. ``reference`` is what full_kl compares with: the ``reading`` of a
+        model cut in the same way. ``HIDDEN`` gives the states themselves (of this rank's own tokens, ``[n, D]``).
 
         Raises:
             EngineError: when ``needs`` asks for what this head does not compute.
@@ -107,11 +118,25 @@ class PackedModel(nn.Module):
             hidden = hidden.redistribute(placements=[Replicate()]).to_local()
         hidden = hidden[0]
         if self.sequence_group is None:
-            return self._read(hidden[packed.select], packed.targets, needs, temperature)
+            return self._read(hidden[packed.select], packed.targets, needs, temperature, reference)
         place = ((packed.select >= part.start) & (packed.select < part.stop)).nonzero().squeeze(1)
-        own = self._read(hidden[packed.select[place] - part.start], packed.targets[place], needs, temperature)
+        states, targets = hidden[packed.select[place] - part.start], packed.targets[place]
+        own = self._read(states, targets, needs, temperature, reference)
+        if needs == HIDDEN:
+            return own
         count = packed.select.numel()
         return {name: join_tokens(value, place, count, self.sequence_group) for name, value in own.items()}
+
+    def reading(self, packed: Packed) -> Reading:
+        """What ``full_kl`` needs of this model where it is the reference. Collective, as a forward is."""
+        trains = self.training
+        self.eval()
+        with torch.no_grad():
+            found = self(packed, HIDDEN, 1.0)
+        self.train(trains)
+        output = self.output_layer()
+        assert output is not None
+        return Reading(found["hidden"], _plain(output.weight), None if output.bias is None else _plain(output.bias))
 
     def _own_tokens(self, packed: Packed) -> slice:
         if self.sequence_group is None:
@@ -133,29 +158,35 @@ class PackedModel(nn.Module):
             )
         return out.last_hidden_state
 
-    def _read(self, hidden: Tensor, targets: Tensor, needs: frozenset[str], temperature: float) -> dict[str, Tensor]:
+    def _read(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        needs: frozenset[str],
+        temperature: float,
+        reference: Reading | None,
+    ) -> dict[str, Tensor]:
         """What the head says about chosen positions ``[n, D]``; values know no temperature."""
+        if needs == HIDDEN:
+            return {"hidden": hidden}
         if self.head == "value":
             if needs != {"values"}:
                 raise EngineError(f"a value head gives values, not {', '.join(sorted(needs - {'values'}))}")
             assert isinstance(self.net, ValueModel)
             # A copy: FSDP hooks the outputs, and a hook on a view can be lost.
             return {"values": self.net.score(hidden)[:, 0].to(torch.float32, copy=True)}
-        if not needs <= {"log_probs", "entropy"}:
-            raise EngineError(f"a language model head gives log_probs and entropy, not {', '.join(sorted(needs))}")
+        if not needs <= {"log_probs", "entropy", "full_kl"}:
+            raise EngineError(f"a language model gives log_probs, entropy and full_kl, not {', '.join(sorted(needs))}")
         output = self.output_layer()
         assert output is not None
-        log_probs, entropy = token_log_probs(
-            hidden,
-            _plain(output.weight),
-            targets,
-            bias=None if output.bias is None else _plain(output.bias),
-            temperature=temperature,
-            entropy="entropy" in needs,
-            shard=self.vocabulary_shard,
-            vocab_limit=self.vocab_limit,
-        )
+        weight, bias = _plain(output.weight), None if output.bias is None else _plain(output.bias)
+        cut = {"temperature": temperature, "shard": self.vocabulary_shard, "vocab_limit": self.vocab_limit}
+        log_probs, entropy = token_log_probs(hidden, weight, targets, bias=bias, entropy="entropy" in needs, **cut)
         found = {"log_probs": log_probs, "entropy": entropy}
+        if "full_kl" in needs:
+            if reference is None:
+                raise EngineError("full_kl compares with a reference, and none was handed in")
+            found["full_kl"] = full_kl(hidden, weight, reference, bias=bias, **cut)
         return {name: value for name, value in found.items() if name in needs and value is not None}
 
     def output_layer(self) -> nn.Linear | None:

@@ -36,6 +36,8 @@ class VocabularyShard:
     """First token id of the slice."""
     group: dist.ProcessGroup
     """The ranks that hold the other slices."""
+    largest: int
+    """Rows of the largest slice. It decides the size of a block: ranks reduce block by block, equally often."""
 
 
 def token_log_probs(
@@ -70,7 +72,7 @@ def token_log_probs(
         raise ValueError(f"log-probs of temperature {temperature} do not exist: it must be above 0")
     if vocab_limit is not None and targets.numel() and int(targets.max()) >= vocab_limit:
         raise ValueError(f"token {int(targets.max())} has probability 0: ids from {vocab_limit} on are never sampled")
-    columns = _columns(weight.shape[0], shard, vocab_limit)
+    columns = sampled_columns(weight.shape[0], shard, vocab_limit)
     grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     keep = grad and hidden.shape[0] * columns * 4 <= keep_bytes
     log_probs, entropies = _TokenLogProbs.apply(
@@ -79,10 +81,16 @@ def token_log_probs(
     return log_probs, entropies if entropy else None
 
 
-def _columns(rows: int, shard: VocabularyShard | None, vocab_limit: int | None) -> int:
+def sampled_columns(rows: int, shard: VocabularyShard | None, vocab_limit: int | None) -> int:
     """Rows of this rank's head that belong to the distribution: always its first ones."""
     start = 0 if shard is None else shard.start
     return rows if vocab_limit is None else max(0, min(rows, vocab_limit - start))
+
+
+def block_rows(n: int, columns: int, shard: VocabularyShard | None, block_bytes: int) -> int:
+    """Rows of a block whose float32 logits take at most ``block_bytes``, at least 1; equal on ``shard``'s ranks."""
+    widest = columns if shard is None else shard.largest
+    return max(1, min(n, block_bytes // (4 * max(widest, 1)))) if n else 1
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -103,7 +111,7 @@ class _TokenLogProbs(torch.autograd.Function):
         block_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         n = hidden.shape[0]
-        block = max(1, min(n, block_bytes // (4 * max(columns, 1)))) if n else 1
+        block = block_rows(n, columns, shard, block_bytes)
         kept = hidden.new_empty((n, columns), dtype=torch.float32) if keep else None
         head = weight[:columns], None if bias is None else bias[:columns]
         log_probs = hidden.new_empty(n, dtype=torch.float32)
@@ -112,7 +120,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for start in range(0, n, block):
             part = slice(start, start + block)
             place = None if kept is None else kept[part]
-            log_p, normaliser[part] = _log_softmax(hidden[part], *head, temperature, shard, place)
+            log_p, normaliser[part] = log_softmax(hidden[part], *head, temperature, shard, place)
             log_probs[part] = _pick(log_p, targets[part], shard)
             if entropy:
                 entropies[part] = _entropy(log_p, shard)
@@ -138,7 +146,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if kept is not None:
                 log_p = kept[part]
             else:
-                log_p = _logits(hidden[part], *head, temperature).sub_(normaliser[part, None])
+                log_p = tempered_logits(hidden[part], *head, temperature).sub_(normaliser[part, None])
             grad = _grad_logits(
                 log_p,
                 targets[part],
@@ -153,7 +161,7 @@ class _TokenLogProbs(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             torch.mm(grad, head[0], out=grad_hidden[part])
             if grad_weight is not None:
-                _add_outer(grad_weight[:columns], grad, hidden[part])
+                add_outer(grad_weight[:columns], grad, hidden[part])
         if shard is not None:
             dist.all_reduce(grad_hidden, group=shard.group)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -161,7 +169,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 
-def _logits(
+def tempered_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, out: Tensor | None = None
 ) -> Tensor:
     """float32 tempered logits ``[m, V]``, in ``out`` or freshly allocated."""
@@ -174,16 +182,16 @@ def _logits(
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
-def _log_softmax(
+def log_softmax(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     temperature: float,
     shard: VocabularyShard | None,
-    out: Tensor | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p ``[m, V]`` (in ``out``, if given) and the normaliser ``[m]``."""
-    logits = _logits(hidden, weight, bias, temperature, out)
+    logits = tempered_logits(hidden, weight, bias, temperature, out)
     normaliser = torch.logsumexp(logits, -1)
     if shard is not None:
         # logsumexp of the slices' logsumexps: shifted by the largest, so that nothing overflows.
@@ -244,7 +252,7 @@ def _grad_logits(
     return grad.scatter_add_(1, local[:, None], torch.where(mine, grad_log_probs, 0.0)[:, None].to(grad.dtype))
 
 
-def _add_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+def add_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
     """``total += grad^T hidden`` in float32."""
     if grad.dtype == torch.float32:
         total.addmm_(grad.t(), hidden)

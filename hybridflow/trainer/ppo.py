@@ -74,13 +74,13 @@ class PPOTrainer:
         return batch.with_columns(**self.wait("reward", self.roles.reward.compute_reward(batch)).columns())
 
     def score(self, batch: Batch) -> Batch:
-        """Adds score and valid, old_log_probs, and ref_log_probs and values where their roles exist."""
+        """Adds score and valid, and what is read of old_log_probs (with full_kl), ref_log_probs and values."""
         calls: dict[str, Pending[Batch]] = {}
         if "score" not in batch:
             calls["reward"] = self.roles.reward.compute_reward(batch)
         if self.config.recomputes_old_log_probs:
             calls["old_log_prob"] = self.roles.actor.compute_log_prob(batch)
-        if self.roles.reference is not None:
+        if self.roles.reference is not None and self.config.needs_ref_log_probs:
             calls["ref"] = self.roles.reference.compute_ref_log_prob(batch)
         if self.roles.critic is not None:
             calls["values"] = self.roles.critic.compute_values(batch)

@@ -126,8 +126,8 @@ class Run:
         self._metrics: dict[str, float] = {}
         self._watch = Stopwatch()
         self._validated_at: int | None = None
-        self._kept: dict[str, Stateful] = {}
         self._alarms = Alarms(kl_loss_per_token=config.actor_rollout_ref.actor.loss_agg_mode in TOKEN_MEANS)
+        self._kept: dict[str, Stateful] = {"alarms": self._alarms}
 
     def keep(self, name: str, state: Stateful) -> None:
         """Saves ``state`` with every checkpoint and restores it with the run; to be called before ``restore``."""
@@ -234,7 +234,10 @@ class Run:
         self._prompts.load_state_dict(state["prompts"])
         self.kl.load_state_dict(state["kl"])
         for name, kept in self._kept.items():
-            kept.load_state_dict(state[name])
+            if name in state:
+                kept.load_state_dict(state[name])
+            else:
+                logger.warning("%s was saved without the state of %s: it starts anew", found.folder, name)
         self.first_validation = state["first_validation"]
         self.last_validation = state["last_validation"]
         logger.info("resumed from %s", found.folder)

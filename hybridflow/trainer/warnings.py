@@ -34,6 +34,19 @@ FLAT_SHARE = 0.9
 """Share of groups whose rewards are all equal."""
 CUT_SHARE = 0.5
 """Share of responses that reach the length limit."""
+WATCHED = (
+    "actor/entropy_old",
+    "actor/entropy",
+    "actor/ppo_kl",
+    *REFERENCE_KL,
+    "groups/zero_spread_share",
+    "groups/singleton_share",
+    "critic/score/mean",
+    "critic/score/max",
+    "critic/score/min",
+    "response_length/clip_ratio",
+)
+"""All that symptoms are read from."""
 
 
 def symptoms(
@@ -59,7 +72,7 @@ def symptoms(
 
 
 class Alarms:
-    """Warns in the log about symptoms, once per episode.
+    """Warns in the log about symptoms, once per episode; its memory is part of a checkpoint.
 
     Args:
         kl_loss_per_token: whether ``actor/kl_loss`` is a mean over tokens (the aggregation of the loss decides).
@@ -73,7 +86,7 @@ class Alarms:
 
     def look(self, metrics: Metrics) -> list[str]:
         """Messages of the symptoms that begin with this step."""
-        self._recent.append(dict(metrics))
+        self._recent.append({name: float(metrics[name]) for name in WATCHED if name in metrics})
         entropy = entropy_of(metrics)
         if entropy is not None and len(self._first_entropies) < PERSISTS:
             self._first_entropies.append(entropy)
@@ -82,6 +95,20 @@ class Alarms:
         new = [message for name, message in found.items() if name not in self._ringing]
         self._ringing = frozenset(found)
         return new
+
+    def state_dict(self) -> dict[str, Any]:
+        """What recent steps looked like, the first entropies, and what has been said of this episode."""
+        return {
+            "recent": [dict(metrics) for metrics in self._recent],
+            "first_entropies": list(self._first_entropies),
+            "ringing": sorted(self._ringing),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state."""
+        self._recent = deque(state["recent"], maxlen=WINDOW)
+        self._first_entropies = list(state["first_entropies"])
+        self._ringing = frozenset(state["ringing"])
 
     def say(self, metrics: Metrics) -> None:
         """Logs them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +85,7 @@ class ActorWorker(TrainedWorker):
         self._sharding = actor.sharding
         self.make_room: Callable[[], None] = lambda: None
         """Called before the actor needs the devices; the weights worker puts the generator to sleep here."""
+        self._reference_at_work: Callable[[], AbstractContextManager[None]] = nullcontext
         self._temperature = policy.rollout.temperature
         self._checkpoint = actor.checkpoint
         self._schedule = Schedule(
@@ -162,15 +163,25 @@ class ActorWorker(TrainedWorker):
         with super().at_work():
             yield
 
-    @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("old_log_probs", "old_entropy"))
+    def compare_with(self, reference: TrainEngine, at_work: Callable[[], AbstractContextManager[None]]) -> None:
+        """Makes ``reference`` the other side of the exact KL; ``at_work`` has the devices for it inside."""
+        self.engine.compare_with(reference)
+        self._reference_at_work = at_work
+
+    @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("old_log_probs", "old_entropy", "full_kl?"))
     def compute_log_prob(self, batch: Batch) -> Batch:
-        """old_log_probs and old_entropy, ``[b, T]`` float32 nats of the tempered distribution."""
-        wanted = {"log_probs"} | ({"entropy"} if self._config.actor_rollout_ref.actor.calculate_entropy else set())
-        needs = frozenset(wanted)
-        with self.at_work(), self._peaks.phase("compute_log_prob"):
-            found = self.engine.forward(batch, needs, temperature=self._temperature, micro=self._forward_micro)
-        entropy = found.get("entropy", torch.zeros_like(found["log_probs"]))
-        return Batch({"old_log_probs": found["log_probs"], "old_entropy": entropy})
+        """old_log_probs and old_entropy, ``[b, T]`` float32 nats of the tempered distribution.
+
+        Also full_kl, where the exact KL is in the reward.
+        """
+        needs = {"log_probs"} | ({"entropy"} if self._config.actor_rollout_ref.actor.calculate_entropy else set())
+        needs |= {"full_kl"} if self._config.exact_kl_in_reward else set()
+        with self.at_work(), self._reference_at_work(), self._peaks.phase("compute_log_prob"):
+            found = self.engine.forward(
+                batch, frozenset(needs), temperature=self._temperature, micro=self._forward_micro
+            )
+        entropy = found.pop("entropy", torch.zeros_like(found["log_probs"]))
+        return Batch({"old_log_probs": found.pop("log_probs"), "old_entropy": entropy, **found})
 
     @register(dispatch="RANK_ZERO")
     def compute_advantage(self, batch: Batch, *, kl_coef: float = 0.0) -> tuple[Batch, Metrics]:
@@ -194,7 +205,7 @@ class ActorWorker(TrainedWorker):
     @register(dispatch="MESH_3D", reads=(*SEQUENCE, *CREDIT, "row_index"))
     def update_actor(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
         """All mini-batches and epochs of one trainer step; metrics (but for times) are the same on every rank."""
-        with self.at_work(), self._peaks.phase("update_actor"):
+        with self.at_work(), self._reference_at_work(), self._peaks.phase("update_actor"):
             metrics = update_epochs(
                 self.engine,
                 batch,

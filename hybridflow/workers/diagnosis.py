@@ -43,8 +43,7 @@ def explain_skip(
 
     Collective: every rank calls it after the same skipped step, because the model is run once more without gradient.
     """
-    wanted = loss.needs & {"log_probs", "entropy", "values"}
-    outputs = engine.forward(rows, frozenset(wanted), temperature=temperature, micro=micro)
+    outputs = engine.forward(rows, loss.needs, temperature=temperature, micro=micro)
     found = first_bad(rows, outputs)
     if found is not None:
         logger.warning("%s was skipped: %s", where, found)

@@ -21,7 +21,8 @@ class ReferenceWorker:
     """One rank of the frozen policy; arguments as the actor's.
 
     With LoRA the policy of the start is the actor without its adapters: where the actor lives in the same process, at
-    the same layout, its engine serves both and no second model is loaded.
+    the same layout, its engine serves both and no second model is loaded. Where the exact KL is asked for, the actor
+    evaluates this engine on its own micro-batches.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class ReferenceWorker:
         actor: ActorWorker | None = context.siblings.get("actor")
         if policy.model.lora_rank > 0 and actor is not None and actor.engine.dims == dims:
             self._forward, self._at_work = actor.engine.forward_without_adapters, actor.at_work
+            if config.needs_exact_kl:
+                actor.engine.compare_with(actor.engine)
             return
         engine: TrainEngine = load(TRAIN_ENGINES[policy.ref.strategy])(
             model=replace(policy.model, path=model_path),
@@ -60,6 +63,9 @@ class ReferenceWorker:
             share_prompts=config.shares_prompts("reference"),
         )
         self._forward, self._at_work = engine.forward, lambda: resident(engine, policy.ref.sharding)
+        if config.needs_exact_kl:
+            assert actor is not None  # config/checks.py: the exact KL keeps both in one pool
+            actor.compare_with(engine, self._at_work)
 
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: Batch) -> Batch:

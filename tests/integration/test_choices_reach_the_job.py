@@ -97,8 +97,12 @@ def test_an_aggregation_serves_policy_entropy_kl_and_values(tmp_path, mode):
         {"algorithm.reward_shaping.length_penalty": 0.01, "reward.overlong.enable": True, "reward.overlong.len": 2},
         {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_batch_normalize": True},
         {f"{CORRECTION}rollout_rs": "seq_mean_k1", f"{CORRECTION}rollout_rs_threshold": "0.5_2.0"},
-        {f"{CORRECTION}bypass_mode": True, f"{CORRECTION}rollout_is": "sequence"},
-        {f"{CORRECTION}bypass_mode": True, f"{CORRECTION}loss_type": "reinforce"},
+        {f"{CORRECTION}bypass_mode": True, f"{CORRECTION}rollout_rs": "token_k1"},
+        {
+            f"{CORRECTION}bypass_mode": True,
+            f"{CORRECTION}loss_type": "reinforce",
+            f"{CORRECTION}rollout_is": "sequence",
+        },
         {"algorithm.safe_rlhf.enable": True, "reward.custom_reward_function.path": COSTS},
         {"algorithm.ptx_coef": 0.1, "algorithm.ptx_files": [str(Path(__file__).parent / "text.txt")]},
     ],
@@ -106,6 +110,44 @@ def test_an_aggregation_serves_policy_entropy_kl_and_values(tmp_path, mode):
 )
 def test_an_option_of_credit_assignment_runs_in_the_main_job(tmp_path, options):
     _finite_and_learning(run_job(tmp_path, **options))
+
+
+ONE_UPDATE = {
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+    "actor_rollout_ref.actor.optim.lr": 3e-3,
+    "actor_rollout_ref.rollout.temperature": 0.7,
+}
+LORA = {
+    "actor_rollout_ref.model.lora_rank": 4,
+    "actor_rollout_ref.model.lora_alpha": 8.0,
+    "actor_rollout_ref.actor.optim.lr": 1e-2,
+}
+
+
+@pytest.mark.parametrize("more", [{}, LORA], ids=["all weights", "lora"])
+def test_the_exact_kl_runs_in_the_loss_and_in_the_reward(tmp_path, more):
+    """The policy is the reference in step 1: KL 0. In step 2 it is one and the same policy under every estimator,
+    because its gradient at KL 0 is 0 too (that of the reward's KL: advantages see a KL of 0): the exact value is what
+    the sampled low-variance estimate of some hundred tokens scatters around. At temperature 0.7: the reference is
+    tempered as the policy is (D14), or step 1 would not show 0."""
+    found = {}
+    for kind in ("full", "full+", "low_var_kl"):
+        loss = {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_type": kind}
+        steps = run_job(tmp_path / kind, **{**ONE_UPDATE, **more, **loss})
+        assert [step["actor/grad_skipped"] for step in steps] == [0, 0]
+        assert steps[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+        assert ("timing_s/ref" in steps[0]) == (kind != "full")
+        found[kind] = steps[1]["actor/kl_loss"]
+        reward = {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": kind}
+        steps = run_job(tmp_path / f"reward_{kind}", **{**ONE_UPDATE, **more, **reward})
+        assert steps[0]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
+        assert ("timing_s/ref" in steps[0]) == (kind == "low_var_kl")
+        found[f"reward {kind}"] = steps[1]["actor/reward_kl_penalty"]
+    assert found["full"] == pytest.approx(found["full+"], rel=1e-4)
+    assert found["full"] > 1e-5
+    assert 0.5 < found["low_var_kl"] / found["full"] < 2
+    assert found["reward full"] == pytest.approx(found["reward full+"], rel=1e-4)
+    assert 0.5 < found["reward low_var_kl"] / found["reward full"] < 2
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -61,6 +61,16 @@ class TrainEngine(Protocol):
 
         Raises:
             EngineError: when the engine has no adapters.
+        """
+        ...
+
+    def compare_with(self, reference: Self) -> None:
+        """From now on ``full_kl`` can be asked for: the exact KL to ``reference``, evaluated on the same micro-batches.
+
+        ``reference`` is another engine in this process, or with LoRA this one: its base without adapters.
+
+        Raises:
+            ConfigError: when the layouts do not allow it.
         """
         ...
 

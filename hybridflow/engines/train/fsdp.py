@@ -27,6 +27,7 @@ from hybridflow.engines.train.parallelize import parallelize, refuse_unsupported
 from hybridflow.engines.train.pipeline import Pipeline
 from hybridflow.engines.train.schedule import schedule
 from hybridflow.engines.train.work import Work, WorkMeter, architecture, peak_flops
+from hybridflow.models.full_kl import Reading
 from hybridflow.models.heads import Head, PackedModel, ValueModel, adapter_name, hf_name
 from hybridflow.models.load import (
     box_of,
@@ -105,6 +106,7 @@ class FSDPEngine:
         self._compile = compile_layers
         self._share_prompts = share_prompts
         self._build(model, head, sharding, kind, row_parallel_shard_dim1, seed, trains=optim is not None)
+        self._reference: FSDPEngine | None = None
         self._done = 0
         self._saving: checkpoint.StateSave | None = None
         self._optim = optim
@@ -244,7 +246,39 @@ class FSDPEngine:
     ) -> Iterator[Mapping[str, Tensor] | None]:
         if self._pipeline is not None:
             return self._pipeline.infer(packs, needs, temperature)
-        return (self._model(packed, needs, temperature) for packed in packs)
+        return (self._read(packed, needs, temperature) for packed in packs)
+
+    def _read(self, packed: Packed, needs: frozenset[str], temperature: float) -> Mapping[str, Tensor]:
+        if "full_kl" not in needs:
+            return self._model(packed, needs, temperature)
+        if self._reference is None:
+            raise EngineError("full_kl was asked for before compare_with named the reference")
+        reference = self._reference._reading(packed)
+        return self._model(packed, needs, temperature, reference=reference)
+
+    def _reading(self, packed: Packed) -> Reading:
+        """What this engine brings as the reference: with LoRA its frozen base. Collective."""
+        if not self._adapted:
+            return self._model.reading(packed)
+        with optional.load(f"{LORA}:AdaptersOff")(self._model):
+            return self._model.reading(packed)
+
+    def compare_with(self, reference: FSDPEngine) -> None:
+        """From now on ``full_kl`` can be asked for: the exact KL to ``reference``, evaluated on the same micro-batches.
+
+        ``reference`` is another engine in this process, or with LoRA this one: its base without adapters.
+
+        Raises:
+            ConfigError: when the two do not hold the same tokens and slices of the vocabulary, or under a pipeline.
+        """
+        ours, theirs = self.dims, reference.dims
+        if self._pipeline is not None or (ours.tp, ours.sp, ours.pp) != (theirs.tp, theirs.sp, theirs.pp):
+            raise ConfigError(
+                "the exact KL needs both models on the same ranks, cut in the same way and not into pipeline stages: "
+                f"the policy has tp {ours.tp} x sp {ours.sp} x pp {ours.pp}, the reference tp {theirs.tp} x sp "
+                f"{theirs.sp} x pp {theirs.pp}"
+            )
+        self._reference = reference
 
     def update(
         self, rows: Batch, loss: Loss, *, temperature: float, micro: MicroBatching, counts: Counts
@@ -275,7 +309,7 @@ class FSDPEngine:
         else:
             for number, packed in enumerate(packs):
                 self._reduce_with_backward(number == len(packs) - 1)
-                loss_of(number, self._model(packed, loss.needs, temperature)).backward()
+                loss_of(number, self._read(packed, loss.needs, temperature)).backward()
         norm = self._settled_norm()
         metrics = reduction.gather_metrics(sums, self.dims)
         finite = math.isfinite(float(norm)) and math.isfinite(metrics.get("loss", 0.0))
@@ -333,6 +367,8 @@ class FSDPEngine:
             for module in self._model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+        if self._reference is not None and self._reference is not self:
+            self._reference._reshard()
 
     # -- what it costs ------------------------------------------------------------------------------------------------
 

@@ -71,8 +71,9 @@ def tensor_parallel(model: PackedModel, mesh: DeviceMesh) -> None:
         rows = output.weight.shape[0]
         start = box_of(output.weight, output.weight.shape)[0][0]
         group = mesh.get_group()
-        assert rows >= dist.get_world_size(group)
-        model.vocabulary_shard = VocabularyShard(start, group)
+        size = dist.get_world_size(group)
+        assert rows >= size
+        model.vocabulary_shard = VocabularyShard(start, group, largest=-(-rows // size))
     for name, others in ties.items():
         for other in others:
             set_parameter(model, other, model.get_parameter(name))

@@ -88,6 +88,42 @@ def test_ppo_with_critic_reference_and_kl_in_the_reward_runs_on_two_ranks(tmp_pa
     assert math.isfinite(first["critic/vf_loss"]) and first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)
 
 
+INTEGRATION = Path(__file__).parents[1]
+OTHER_DATAFLOWS = {
+    "safe-rlhf": (
+        "algorithm.adv_estimator=gae",
+        "algorithm.safe_rlhf.enable=True",
+        f"reward.custom_reward_function.path={INTEGRATION / 'reward_with_cost.py'}",
+    ),
+    "remax": ("algorithm.adv_estimator=remax",),
+    "ppo-ptx with the exact KL on two ranks": (
+        "algorithm.ptx_coef=0.1",
+        f"algorithm.ptx_files=[{INTEGRATION / 'text.txt'}]",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.kl_loss_type=full",
+    ),
+}
+LEAVES = {
+    "safe-rlhf": ("safe_rlhf/multiplier", "safe_rlhf/cost/mean", "timing_s/update_cost_critic"),
+    "remax": ("critic/advantages/mean",),
+    "ppo-ptx with the exact KL on two ranks": ("actor/ptx_loss", "actor/kl_loss"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.ray
+@pytest.mark.parametrize("name", OTHER_DATAFLOWS)
+def test_every_other_dataflow_runs_on_ray_and_vllm(tmp_path, name):
+    """Two steps each, with the metric that only this dataflow has."""
+    steps = _trained(_main_ppo(tmp_path, "trainer.val_before_train=False", *OTHER_DATAFLOWS[name]))
+    for step in steps:
+        assert all(math.isfinite(step[metric]) for metric in LEAVES[name])
+        assert math.isfinite(step["actor/pg_loss"])
+    assert steps[1]["actor/grad_norm"] > 0
+
+
 @pytest.mark.ray
 def test_a_ray_group_and_this_process_give_the_same_numbers(tmp_path):
     overrides = ("actor_rollout_ref.rollout.name=hf", "trainer.val_before_train=False", "trainer.threads_per_worker=1")

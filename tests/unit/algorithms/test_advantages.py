@@ -304,3 +304,26 @@ def test_whitening_is_over_trainable_tokens_with_unbiased_variance() -> None:
     assert picked.mean().item() == pytest.approx(0.0, abs=1e-9)
     assert picked.std().item() == pytest.approx(1.0, abs=1e-6)
     assert math.isfinite(picked.sum().item())
+
+
+def test_scaling_by_group_by_batch_and_not_at_all_are_three_things() -> None:
+    """B13: groups [0, 1] and [0, 10]. Group: +-.7071 in both; none: +-.5 and +-5; batch: one divisor for both.
+
+    Our batch scale (reinforce_plus_plus_baseline) is the deviation of the centred rewards that it divides, unbiased
+    over tokens: sqrt(50.5 / 3) = 4.10285. (TRL divides by that of the raw rewards, 4.8563.)
+    """
+    columns = {
+        "token_rewards": torch.tensor([[0.0], [1.0], [0.0], [10.0]], dtype=torch.float64),
+        "mask": torch.ones(4, 1, dtype=torch.bool),
+        "group_id": torch.tensor([0, 0, 1, 1]),
+    }
+
+    def scaled(name: str, **options: object) -> list[float]:
+        config = algorithm(adv_estimator=name, **options)
+        return ADVANTAGES[name](config=config, **columns)[0].flatten().tolist()
+
+    assert scaled("grpo") == pytest.approx([-0.7071, 0.7071] * 2, abs=1e-4)
+    assert scaled("grpo", norm_adv_by_std_in_grpo=False) == pytest.approx([-0.5, 0.5, -5, 5])
+    batch = (50.5 / 3) ** 0.5
+    expected = [-0.5 / batch, 0.5 / batch, -5 / batch, 5 / batch]
+    assert scaled("reinforce_plus_plus_baseline") == pytest.approx(expected, abs=1e-6)

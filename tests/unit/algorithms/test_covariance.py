@@ -66,3 +66,24 @@ def test_garbage_and_empty_batches_select_nothing_masked(mode: str) -> None:
     assert not (select(work, loss_mode=mode, kl_cov_ratio=1.0, clip_cov_ratio=1.0) & ~work.mask).any()
     nothing = Case(**{**work.__dict__, "mask": torch.zeros_like(work.mask)})
     assert not select(nothing, loss_mode=mode).any()
+
+
+def test_a_share_of_tokens_is_a_share_of_unmasked_ones_and_padding_is_never_kept() -> None:
+    """C13: twelve values .1 .. 1.2, the last two padded, keep the top 20 %: two of the ten real tokens."""
+    log_probs = -torch.arange(1, 13, dtype=torch.float64)[None] / 10
+    mask = torch.arange(12)[None] < 10
+    highest = select_by_covariance(
+        log_probs=log_probs,
+        advantages=log_probs.clone(),
+        mask=mask,
+        config=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.2),
+    )
+    # (x - mean)^2 of .1 .. 1.0 is largest at both ends; the padded 1.1 and 1.2 lie further out still.
+    assert highest[0].nonzero().flatten().tolist() == [0, 9]
+    drawn = select_by_covariance(
+        log_probs=log_probs,
+        advantages=log_probs.clone(),
+        mask=mask,
+        config=PolicyLossConfig(loss_mode="clip_cov", clip_cov_ratio=1.0, clip_cov_lb=0.0, clip_cov_ub=10.0),
+    )
+    assert drawn[0].tolist() == mask[0].tolist()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybridflow.algorithms import masking
 from hybridflow.algorithms import returns as scans
 from hybridflow.algorithms.returns import generalized_advantages, outcome, rewards_to_go
 from tests.unit.algorithms.cases import case, lists, padded
@@ -81,13 +82,39 @@ def test_the_scan_equals_the_definition_on_compacted_rows(gamma: float, lam: flo
     torch.testing.assert_close(returns, torch.where(work.mask, expected + work.values, 0.0), atol=1e-12, rtol=0)
 
 
-def test_rows_beyond_one_scan_block_are_scanned_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 6, 7, 32])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_blocks_of_the_scan_do_not_matter(monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int) -> None:
+    """Blocks of rows and of tokens, with gaps and without: only the order of float64 sums differs."""
     work = case()
     call = dict(token_rewards=work.rewards, values=work.values, mask=work.mask, gamma=0.9, lam=0.8)
     whole = generalized_advantages(**call)
-    monkeypatch.setattr(scans, "SCAN_ROWS", 3)
+    monkeypatch.setattr(masking, "BLOCK_ELEMENTS", 6 * rows)
+    monkeypatch.setattr(scans, "SCAN_TOKENS", tokens)
     for one, other in zip(whole, generalized_advantages(**call), strict=True):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, atol=1e-14, rtol=1e-14)
+
+
+def test_long_rows_equal_a_loop_over_tokens() -> None:
+    """300 tokens, gaps, a row that starts late, an all-masked row; sums over a thousand terms in another order."""
+    g = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(6, 300, generator=g).double(), torch.randn(6, 300, generator=g).double()
+    mask = torch.rand(6, 300, generator=g) > 0.3
+    mask[1] = torch.arange(300) < 177
+    mask[2] = (torch.arange(300) >= 40) & (torch.arange(300) < 288)
+    mask[3] = False
+    advantages, returns = generalized_advantages(token_rewards=rewards, values=values, mask=mask, gamma=0.99, lam=0.95)
+    for row in range(6):
+        carried = following = 0.0
+        for t in reversed(range(300)):
+            if not mask[row, t]:
+                assert advantages[row, t] == returns[row, t] == 0.0
+                continue
+            value = values[row, t].item()
+            carried = rewards[row, t].item() + 0.99 * following - value + 0.99 * 0.95 * carried
+            following = value
+            assert advantages[row, t].item() == pytest.approx(carried, rel=1e-12, abs=1e-12)
+            assert returns[row, t].item() == pytest.approx(carried + value, rel=1e-12, abs=1e-12)
 
 
 def test_a_long_row_carries_its_reward_to_the_first_token() -> None:

@@ -1,5 +1,7 @@
 """Rows to prompt ids: filter, truncation, columns."""
 
+import json
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from hybridflow.data.dataset import build_datasets, encode_rows
 from hybridflow.data.sources import PromptRow
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.utils.errors import DataError
+from tests.tiny import save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,24 @@ def test_batches_have_the_columns_that_the_table_says_data_writes(tokenizer):
     assert batch.objects("ground_truth") == ("1", "0")
     assert batch.objects("extra_info") == ({"i": 1}, {"i": 0})
     assert batch.objects("raw_prompt") == ("22+33=", "1+1=")
+
+
+def test_earlier_turns_of_the_assistant_belong_to_the_prompt_and_to_its_group_alone(tmp_path):
+    """B19: a prompt user / assistant / user; all its ids are prompt ids, and the same question alone is another group.
+
+    What the policy writes begins behind ``prompt_length``: response_mask covers response_ids only (test_rollout.py).
+    """
+    save_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(tmp_path))
+    turns = [{"role": r, "content": c} for r, c in (("user", "1+1="), ("assistant", "2"), ("user", "2+2="))]
+    batch = encode(tokenizer, turns, turns[-1:]).batch([0, 1], group_ids=[4, 5])
+    assert batch["prompt_length"].tolist() == [9, 4]
+    assert tokenizer.decode_responses([batch["prompt_ids"][0].tolist()]) == ["1+1=22+2="]
+    assert batch["group_id"].tolist() == [4, 5]
+    assert "response_ids" not in batch and "response_mask" not in batch
 
 
 def test_the_filter_drops_and_counts_over_long_prompts_and_keeps_row_ids(tokenizer, caplog):

@@ -184,7 +184,14 @@ VARIANTS = [
     (f"{POLICY}.actor.use_kl_loss=true",),
     ("algorithm.safe_rlhf.enable=true",),
     ("algorithm.safe_rlhf.enable=true", "algorithm.adv_estimator=gae"),
-    ("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.bypass_mode=true"),
+    (
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.bypass_mode=true",
+        "algorithm.rollout_correction.loss_type=reinforce",
+    ),
+    ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=full"),
+    (f"{POLICY}.actor.use_kl_loss=true", f"{POLICY}.actor.kl_loss_type=full"),
+    (f"{POLICY}.actor.use_kl_loss=true", f"{POLICY}.actor.kl_loss_type=full+"),
 ]
 
 
@@ -195,6 +202,15 @@ def test_every_column_of_the_dataflow_is_in_the_table_and_written_before_it_is_r
         assert set(stage.reads) | set(stage.writes) <= set(TABLE)
         assert set(stage.reads) <= given, f"{stage.method} reads what nobody wrote"
         given |= set(stage.writes)
+
+
+def test_the_exact_kl_spares_the_pass_for_the_reference_s_log_probs_and_still_holds_the_reference():
+    for kind, called in (("full", False), ("full+", True), ("low_var_kl", True)):
+        found = plan(f"{POLICY}.actor.use_kl_loss=true", f"{POLICY}.actor.kl_loss_type={kind}")
+        assert ("compute_ref_log_prob" in [stage.method for stage in found.dataflow]) == called
+        assert found.model is not None
+        reference = next(line for line in found.memory if line.role == "reference")
+        assert reference.resident["parameters"] == 4 * found.model.parameters
 
 
 def test_memory_counts_what_adamw_holds():

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import logging
+import math
 
 import pytest
 
@@ -92,3 +94,18 @@ def test_the_first_steps_give_the_entropy_to_compare_with():
     said = [alarms.look(flat) for _ in range(PERSISTS)]
     assert [len(messages) for messages in said] == [0, 0, 1]
     assert "entropy has collapsed to 0.01 nats (from 1)" in said[-1][0]
+
+
+@pytest.mark.parametrize("stop", range(1, 12))
+def test_alarms_that_were_saved_and_restored_say_what_undisturbed_ones_say(stop):
+    """Exact resume: an episode is not said twice, a count of steps goes on, the first entropy is remembered."""
+    flat = HEALTHY | SICK["entropy"] | {"critic/score/mean": 0.4}
+    long = HEALTHY | SICK["length"] | {"actor/ppo_kl": math.nan}
+    run = [HEALTHY] * 4 + [flat] * 4 + [HEALTHY] + [long] * 4
+    whole = Alarms()
+    expected = [whole.look(metrics) for metrics in run]
+    assert sum(map(len, expected)) == 2
+    before, after = Alarms(), Alarms()
+    said = [before.look(metrics) for metrics in run[:stop]]
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert said + [after.look(metrics) for metrics in run[stop:]] == expected

@@ -6,6 +6,9 @@ from hybridflow.algorithms.aggregation import counts_of
 from hybridflow.algorithms.contract import Outputs
 from hybridflow.algorithms.pretraining import WEIGHT, PretrainingMix
 from hybridflow.batch.batch import Batch
+from hybridflow.config.data import BUILTIN_TASK
+from hybridflow.data.pretraining import text_blocks
+from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.workers.pretraining import Pretraining
 
 BLOCKS = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 11], [12, 13, 14, 15]]
@@ -90,3 +93,16 @@ def test_the_loss_is_the_mean_over_text_tokens_however_the_mini_batch_is_cut():
     assert abs(float(metrics["actor/ptx_loss"].value) - expected) < 1e-6
     cut = [loss(Outputs(log_probs=log_probs[part]), batch.rows(part), counts)[0] for part in ([0, 3], [1, 2, 4])]
     assert abs(float(sum(cut)) - float(whole)) < 1e-9
+
+
+def test_documents_end_with_one_end_token_each_and_cut_blocks_get_none(tmp_path):
+    """E13."""
+    tokenizer = load_tokenizer(BUILTIN_TASK)
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"text": "1+1=2"}\n{"text": "2"}\n')
+    eos = tokenizer.eos_ids[0]
+    (whole,) = text_blocks([str(file)], tokenizer, length=100)
+    assert [i for i, token in enumerate(whole) if token == eos] == [5, 7]
+    cut = text_blocks([str(file)], tokenizer, length=3)
+    assert [token for block in cut for token in block] == whole
+    assert [len(block) for block in cut] == [3, 3, 2]

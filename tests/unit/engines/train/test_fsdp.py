@@ -16,6 +16,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.engines.train.base import MicroBatching
 from hybridflow.engines.train.fsdp import FSDPEngine
+from hybridflow.engines.train.optimizer import clip, gradient_norm
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import ConfigError, EngineError
 from tests.invariants.training_steps import (
@@ -157,6 +158,18 @@ def test_clipping_scales_the_whole_gradient_to_the_limit(folder: str, world: int
     moved = torch.stack([(before[name] - after[name]).norm() for name in before]).norm()
     assert ranks[0]["metrics"][0]["grad/norm"] > 0.5
     assert float(moved) == pytest.approx(0.25, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_clipping_reaches_the_gradients_themselves_in_every_dtype(dtype: torch.dtype) -> None:
+    """A18: gradient [3, 4] has norm 5 and becomes [.6, .8] in place; 3 digits are what bf16 has."""
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    parameter.grad = torch.tensor([3.0, 4.0], dtype=dtype)
+    norm = gradient_norm([parameter])
+    clip([parameter], norm, 1.0)
+    assert float(norm) == pytest.approx(5.0, rel=1e-2)
+    assert parameter.grad.dtype == dtype
+    assert parameter.grad.tolist() == pytest.approx([0.6, 0.8], rel=1e-2)
 
 
 def test_three_adamw_steps_agree_between_one_and_two_ranks(folder: str) -> None:

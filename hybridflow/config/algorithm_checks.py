@@ -1,0 +1,91 @@
+"""Faults of the exact KL and of rollout correction: choices that need others, and choices that would do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hybridflow.config.problems import Problem, show
+
+if TYPE_CHECKING:
+    from hybridflow.config.root import PPOConfig
+
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+CORRECTION = "algorithm.rollout_correction"
+
+
+def exact_kl(config: PPOConfig) -> Iterator[Problem]:
+    """KL ``full``: actor and reference must be evaluated side by side (docs/design/0008)."""
+    if not config.needs_exact_kl:
+        return
+    actor, ref, bypass = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, f"{CORRECTION}.bypass_mode"
+    if config.exact_kl_in_reward:
+        key, kind, switch = "algorithm.kl_penalty", config.algorithm.kl_penalty, "algorithm.use_kl_in_reward"
+    else:
+        key, kind, switch = f"{ACTOR}.kl_loss_type", actor.kl_loss_type, f"{ACTOR}.use_kl_loss"
+    pool = config.pool_of("reference")
+    if pool != "main":
+        text = f"compares whole distributions token by token, and the reference lives apart, in trainer.pools.{pool}"
+        fix = "Take the reference out of the pool, or use low_var_kl."
+        yield Problem(key=key, given=kind, text=text, fix=fix, reads=(switch, f"trainer.pools.{pool}.roles"))
+    for size_key, ours, theirs in (
+        ("pipeline_parallel_size", actor.pipeline_parallel_size, ref.pipeline_parallel_size),
+        ("tensor_parallel_size", actor.tensor_parallel_size, ref.tensor_parallel_size),
+        (
+            "ulysses_sequence_parallel_size",
+            actor.ulysses_sequence_parallel_size,
+            ref.ulysses_sequence_parallel_size,
+        ),
+    ):
+        keys = (switch, f"{ACTOR}.{size_key}", f"{REF}.{size_key}")
+        if size_key.startswith("pipeline") and max(ours, theirs) > 1:
+            text = f"reads both models in one pass, and pipeline stages ({ours} and {theirs}) hold parts of them"
+            yield Problem(key=key, given=kind, text=text, fix="Use low_var_kl.", reads=keys)
+        elif ours != theirs:
+            text = f"reads both models on the same ranks: {ACTOR}.{size_key}={ours} must equal the reference's"
+            yield Problem(
+                key=f"{REF}.{size_key}", given=show(theirs), text=text, fix=f"Use {ours}.", reads=(key, *keys)
+            )
+    if config.exact_kl_in_reward and config.algorithm.rollout_correction.bypass_mode:
+        text = "is computed with the old log-probs, which bypass_mode does without"
+        yield Problem(key=key, given=kind, text=text, fix="Use low_var_kl.", reads=(switch, bypass))
+
+
+def correction(config: PPOConfig) -> Iterator[Problem]:
+    """Rollout correction: contradictions, and settings that no part of the run would read."""
+    chosen = config.algorithm.rollout_correction
+    bypass = f"{CORRECTION}.bypass_mode"
+    if chosen.bypass_mode and chosen.rollout_is_batch_normalize:
+        text = "divides by a batch mean, and in bypass_mode the weights are known only inside the loss"
+        key = f"{CORRECTION}.rollout_is_batch_normalize"
+        yield Problem(key=key, given="True", text=text, fix="Keep one of the two.", reads=(bypass,))
+    if chosen.bypass_mode and chosen.loss_type == "ppo_clip" and chosen.rollout_is is not None:
+        text = (
+            "has no effect: in bypass_mode with loss_type=ppo_clip the clipped ratio already is current / sampling "
+            "policy"
+        )
+        fix = f"Remove it, or use {CORRECTION}.loss_type=reinforce."
+        reads = (bypass, f"{CORRECTION}.loss_type")
+        yield Problem(key=f"{CORRECTION}.rollout_is", given=chosen.rollout_is, text=text, fix=fix, reads=reads)
+    if chosen.bypass_mode and chosen.guard_max_log_ratio is not None:
+        text = "compares the sampler's log-probs with recomputed ones, and bypass_mode does not recompute them"
+        key, given = f"{CORRECTION}.guard_max_log_ratio", show(chosen.guard_max_log_ratio)
+        yield Problem(key=key, given=given, text=text, fix="Keep one of the two.", reads=(bypass,))
+    normalize, threshold, guard = chosen.rollout_is_batch_normalize, chosen.rollout_rs_threshold, chosen.guard_action
+    for name, given, set_, other, there in (
+        ("loss_type", chosen.loss_type, chosen.loss_type != "ppo_clip", "bypass_mode=True", chosen.bypass_mode),
+        ("rollout_is_batch_normalize", normalize, normalize, "rollout_is", chosen.rollout_is is not None),
+        ("rollout_rs_threshold", threshold, threshold is not None, "rollout_rs", chosen.rollout_rs is not None),
+        ("guard_action", guard, guard != "warn", "guard_max_log_ratio", chosen.guard_max_log_ratio is not None),
+    ):
+        if set_ and not there:
+            text, fix = f"has no effect without {CORRECTION}.{other}", "Set that, or remove this key."
+            reads = (f"{CORRECTION}.{other.partition('=')[0]}",)
+            yield Problem(key=f"{CORRECTION}.{name}", given=show(given), text=text, fix=fix, reads=reads)
+    names, thresholds = (chosen.rollout_rs or "").split(","), show(chosen.rollout_rs_threshold).split(",")
+    if chosen.rollout_rs and len(thresholds) not in (1, len(names)):
+        text = f"has {len(thresholds)} entries for the {len(names)} names of rollout_rs={chosen.rollout_rs}"
+        key, given = f"{CORRECTION}.rollout_rs_threshold", show(chosen.rollout_rs_threshold)
+        fix, reads = "Give one for all, or one each.", (f"{CORRECTION}.rollout_rs",)
+        yield Problem(key=key, given=given, text=text, fix=fix, reads=reads)
