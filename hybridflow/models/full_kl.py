@@ -118,7 +118,7 @@ class _FullKL(torch.autograd.Function):
         if shard is not None:
             dist.all_reduce(grad_hidden, group=shard.group)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 

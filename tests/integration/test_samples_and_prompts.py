@@ -39,8 +39,16 @@ def requests(monkeypatch) -> list[tuple[str, list[Request]]]:
 
 def test_a_step_asks_for_n_samples_and_one_greedy_response_per_prompt_with_its_very_tokens(tmp_path, requests):
     """B16, B17, E06: neither trainer nor generator multiplies twice, and no pad id is a prompt token."""
-    folder = {"trainer.rollout_data_dir": str(tmp_path / "samples")}
-    run_job(tmp_path / "run", **{**SIZES, **folder, "algorithm.adv_estimator": "remax"})
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"data_source": "hybridflow/arithmetic", "prompt": f"{7**i}+1=", "ground_truth": "2"} for i in range(6)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {
+        "data.train_files": [str(questions)],
+        "data.max_prompt_length": 8,
+        "trainer.rollout_data_dir": str(tmp_path / "samples"),
+        "algorithm.adv_estimator": "remax",
+    }
+    run_job(tmp_path / "run", **SIZES, **options)
     lines = [json.loads(line) for line in (tmp_path / "samples" / "step_1.jsonl").read_text().splitlines()]
     tokenizer = load_tokenizer(BUILTIN_TASK)
     expected = [tokenizer.encode_prompt(line["prompt"]) for line in lines]
