@@ -30,7 +30,7 @@ def lines() -> dict[str, str]:
 
 
 @cache
-def tests_of(file: str) -> frozenset[str]:
+def names_in(file: str) -> frozenset[str]:
     """Names of the test functions of a file, those in classes too; empty when there is no such file."""
     path = ROOT / file
     if not path.is_file():
@@ -41,7 +41,7 @@ def tests_of(file: str) -> frozenset[str]:
 
 def missing(cell: str) -> list[str]:
     """Tests that a line names and that do not exist."""
-    return [f"{file}::{name}" for file, name in NAMED.findall(cell) if name not in tests_of(file)]
+    return [f"{file}::{name}" for file, name in NAMED.findall(cell) if name not in names_in(file)]
 
 
 def test_every_fault_has_a_line_and_there_are_no_others() -> None:
