@@ -16,7 +16,7 @@ CORRECTION = "algorithm.rollout_correction"
 
 
 def exact_kl(config: PPOConfig) -> Iterator[Problem]:
-    """KL ``full``: actor and reference must be evaluated side by side (docs/design/0008)."""
+    """KL ``full``: actor and reference must be evaluated side by side (docs/design/0020)."""
     if not config.needs_exact_kl:
         return
     actor, ref, bypass = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, f"{CORRECTION}.bypass_mode"
