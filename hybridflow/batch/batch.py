@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hybridflow.batch.columns import pad_value
-from hybridflow.batch.refs import Places, Reader, RemoteColumn, Store, join, joinable, keep_columns, may_stay
+from hybridflow.batch.refs import Kept, Places, Reader, RemoteColumn, Store, join, joinable, keep_columns, may_stay
 from hybridflow.utils.errors import ColumnError
 
 Rows = Tensor | slice | Sequence[int]
@@ -105,8 +105,14 @@ class Batch:
         if not self._remote:
             return self
         reader = reader or Reader()
+        reader.read_all(kept for column in self._remote.values() for kept in column.needs())
         found = {name: column.fetch(reader, pad_value(name)) for name, column in self._remote.items()}
         return self.with_columns(**found)
+
+    def readable(self, kind: type[Kept]) -> Batch:
+        """This batch with all columns here but those whose objects are of ``kind``; the same object when all are."""
+        foreign = [n for n, c in self._remote.items() if not all(isinstance(block.kept, kind) for block in c.blocks)]
+        return self.with_columns(**{name: self[name] for name in foreign}) if foreign else self
 
     def cleared(self, start: int, *names: str) -> Batch:
         """This batch with zeros (False) in all rows from ``start`` on of the named tensor columns that it has."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -48,6 +48,10 @@ class Kept(ABC):
             WorkerError: who kept them is gone; names it.
         """
 
+    def read_with(self, others: Sequence[Kept]) -> list[Bytes]:
+        """The bytes of this object and of others of its kind, in one go where the store can do that."""
+        return [kept.read() for kept in (self, *others)]
+
 
 class Store(Protocol):
     """Where a process keeps objects, and finds those of others."""
@@ -71,10 +75,18 @@ class Reader:
 
     def read(self, kept: Kept) -> Bytes:
         """The bytes of an object."""
-        if kept not in self._seen:
-            self._seen[kept] = kept.read()
-            self.read_bytes += kept.size
+        self.read_all([kept])
         return self._seen[kept]
+
+    def read_all(self, objects: Iterable[Kept]) -> None:
+        """Reads what is not read yet; one go for each kind."""
+        kinds: dict[type[Kept], list[Kept]] = {}
+        for kept in dict.fromkeys(objects):
+            if kept not in self._seen:
+                kinds.setdefault(type(kept), []).append(kept)
+        for alike in kinds.values():
+            self._seen.update(zip(alike, alike[0].read_with(alike[1:]), strict=True))
+            self.read_bytes += sum(kept.size for kept in alike)
 
     @property
     def over_fetched_bytes(self) -> int:
@@ -151,8 +163,13 @@ class RemoteColumn:
         block[start:] = -1
         return replace(self, places=Places(block, self.places.row))
 
+    def needs(self) -> list[Kept]:
+        """Objects that hold its rows."""
+        return [self.blocks[number].kept for number in self.places.block.unique().tolist() if number >= 0]
+
     def fetch(self, reader: Reader, fill: float = 0) -> Tensor:
         """The values, ``[B, ...]``; ``fill`` stands to the right of narrower blocks."""
+        reader.read_all(self.needs())
         found = torch.full((len(self), *self.shape), fill, dtype=self.dtype)
         found[self.places.block < 0] = 0
         for number, block in enumerate(self.blocks):

@@ -41,6 +41,7 @@ from hybridflow.single_controller.lanes import GroupSettings, LaneGroup, Lanes
 from hybridflow.single_controller.local_process import Plan, serve_rank, untagged
 from hybridflow.single_controller.oom import oom_kills
 from hybridflow.single_controller.segments import (
+    Segment,
     SegmentStore,
     SegmentTable,
     remove_segments_of,
@@ -220,8 +221,9 @@ class _Forked:
         for rank, share in enumerate(call.shares):
             if share is None:
                 continue
-            payload = packed.setdefault(id(share), b"") or pack(share)
-            packed[id(share)] = payload
+            if id(share) not in packed:
+                packed[id(share)] = pack(share.map_batches(lambda batch: batch.readable(Segment)))
+            payload = packed[id(share)]
             self._running[rank].append(number)
             try:
                 with self._send_lock:

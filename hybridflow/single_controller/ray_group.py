@@ -130,7 +130,7 @@ class _Actors:
                 continue
             if id(share) not in packed:
                 kept: list[Any] = []
-                payload = pack(share, kept)
+                payload = pack(share.map_batches(lambda batch: batch.readable(RayKept)), kept)
                 self.moved += len(payload)
                 shared = len(payload) > SHARED_BYTES and copies.count(id(share)) > 1
                 packed[id(share)] = (ray.put(payload) if shared else payload), kept

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from hybridflow.batch.refs import Bytes, Kept
 from hybridflow.utils.errors import DeadlineError, WorkerError
 
 READ_TIMEOUT_S = 300.0
-"""How long one object may take to arrive: at most 1 MiB, or one row."""
+"""How long the rows of one call may take to arrive."""
 
 
 class RayKept(Kept):
@@ -33,14 +33,23 @@ class RayKept(Kept):
         Raises:
             DeadlineError: the object did not arrive.
         """
-        if self._before_read is not None:
-            self._before_read(self)
+        return self.read_with(())[0]
+
+    def read_with(self, others: Sequence[Kept]) -> list[Bytes]:
+        """See ``Kept.read_with``: objects of other nodes travel at the same time."""
+        alike: list[Kept] = [self, *others]
+        for kept in alike:
+            assert isinstance(kept, RayKept)
+            if kept._before_read is not None:
+                kept._before_read(kept)
         try:
-            return ray.get(self.token, timeout=READ_TIMEOUT_S)
+            return ray.get([kept.token for kept in alike], timeout=READ_TIMEOUT_S)
         except GetTimeoutError as error:
-            raise DeadlineError(f"rows that {self.owner} keeps did not arrive within {READ_TIMEOUT_S:g} s") from error
-        except RayError as error:
-            raise WorkerError(f"rows are lost: they were kept by {self.owner}, which is gone ({error})") from error
+            owners = " and ".join(dict.fromkeys(kept.owner for kept in alike))
+            raise DeadlineError(f"rows kept by {owners} did not arrive within {READ_TIMEOUT_S:g} s") from error
+        except ObjectLostError as error:
+            owner = next(kept.owner for kept in alike if kept.token.hex() == error.object_ref_hex)
+            raise WorkerError(f"rows are lost: they were kept by {owner}, which is gone ({error})") from error
 
 
 class RayStore:

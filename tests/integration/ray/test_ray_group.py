@@ -53,6 +53,11 @@ def test_a_healthy_group_keeps_the_contract(open_pair: Opener) -> None:
         contract.wide_results_stay_where_they_were_made(group)
         contract.what_the_driver_keeps_leaves_it_once(group)
         contract.a_call_in_flight_holds_what_it_reads(group)
+        for maker, reader in ((group, beside), (beside, group)):
+            foreign = maker.call("wide", "make", batch_of(6)).wait()
+            assert reader.call("wide", "add_up", foreign).wait()["total"].tolist() == [0, 100, 200, 303, 404, 505]
+        del foreign
+        _wait_for(lambda: group.call("wide", "owned").wait() == [0, 0])
         made = group.call("wide", "make", batch_of(8)).wait()
         assert group.call("wide", "owned").wait() == [1, 1]
         first = made.rows([0])

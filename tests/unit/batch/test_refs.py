@@ -171,3 +171,27 @@ def test_values_and_references_join_and_unequal_ones_do_not_merge() -> None:
 
 def test_a_gradient_stays_with_its_tensor() -> None:
     assert Batch({"w": torch.ones(2, 2, requires_grad=True)}).kept(Shelf())["w"].requires_grad
+
+
+def test_a_batch_is_read_in_one_go_for_each_kind_of_object() -> None:
+    asked: list[list[str]] = []
+
+    class Seen(Held):
+        def read_with(self, others):
+            asked.append([kept.owner for kept in (self, *others)])
+            return super().read_with(others)
+
+    class Library(Shelf):
+        def open(self, token: object, size: int, owner: str) -> Kept:
+            return Seen(token, size, f"volume {len(self.objects)}")
+
+    shelf, library = Shelf(), Library()
+    batches = [sample(4, 3, seed) for seed in range(4)]
+    joined = concat([batch.kept(store) for batch, store in zip(batches, (library, shelf) * 2, strict=True)])
+    same(joined.fetched(), concat(batches))
+    assert asked == [["volume 1", "volume 2"]]
+    assert shelf.reads == 2 and library.reads == 2, "each object once"
+    assert joined.readable(Kept) is joined
+    mixed = joined.readable(Seen)
+    assert mixed.nbytes() > joined.nbytes()
+    same(mixed, concat(batches))
