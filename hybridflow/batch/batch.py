@@ -53,7 +53,7 @@ class Batch:
         """The tensor column ``name``; a remote one is fetched each time it is read.
 
         Raises:
-            WorkerError: the rank that kept it is gone.
+            LostError: the rank that kept it is gone.
         """
         if name in self._tensors.keys():
             return self._tensors[name]
@@ -100,7 +100,7 @@ class Batch:
         """This batch with all columns here; ``reader`` counts. The same object when nothing is remote.
 
         Raises:
-            WorkerError: a rank that kept rows is gone.
+            LostError: a rank that kept rows is gone.
         """
         if not self._remote:
             return self

@@ -45,7 +45,7 @@ class Kept(ABC):
         """The bytes, not to be written to.
 
         Raises:
-            WorkerError: who kept them is gone; names it.
+            LostError: who kept them is gone; names it.
         """
 
     def read_with(self, others: Sequence[Kept]) -> list[Bytes]:

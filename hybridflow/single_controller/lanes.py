@@ -415,7 +415,9 @@ def _precedence(failure: Failure) -> tuple[bool, bool, float]:
 
 
 def _lost_a_peer(failure: Failure) -> bool:
-    """Whether a rank failed because another one went away."""
+    """Whether a rank failed because another one went away, or the rows that it kept."""
+    if failure.kind == LostError.__name__:
+        return True
     text = f"{failure.kind} {failure.message}".lower()
     return not failure.died and any(sign in text for sign in PEER_SIGNS)
 

@@ -29,7 +29,7 @@ from hybridflow.single_controller.ray_actor import CONTROL, RankActor
 from hybridflow.single_controller.ray_store import RayKept
 from hybridflow.single_controller.resource_pool import ResourcePool, Slot
 from hybridflow.single_controller.wire import pack, unpack
-from hybridflow.utils.errors import WorkerError
+from hybridflow.utils.errors import LostError
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class _Actors:
 
     def _before_read(self, rank: int | None, kept: Kept) -> None:
         if rank in self.deaths():
-            raise WorkerError(f"rows are lost: they were kept by {kept.owner}, which is gone")
+            raise LostError(f"rows are lost: they were kept by {kept.owner}, which is gone")
         self.moved += kept.size
 
     def receive(self, number: int, timeout_s: float) -> dict[int, Reply]:

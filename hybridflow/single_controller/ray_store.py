@@ -8,7 +8,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from hybridflow.batch.refs import Bytes, Kept
-from hybridflow.utils.errors import DeadlineError, WorkerError
+from hybridflow.utils.errors import DeadlineError, LostError
 
 READ_TIMEOUT_S = 300.0
 """How long the rows of one call may take to arrive."""
@@ -49,7 +49,7 @@ class RayKept(Kept):
             raise DeadlineError(f"rows kept by {owners} did not arrive within {READ_TIMEOUT_S:g} s") from error
         except ObjectLostError as error:
             owner = next(kept.owner for kept in alike if kept.token.hex() == error.object_ref_hex)
-            raise WorkerError(f"rows are lost: they were kept by {owner}, which is gone ({error})") from error
+            raise LostError(f"rows are lost: they were kept by {owner}, which is gone ({error})") from error
 
 
 class RayStore:

@@ -24,7 +24,7 @@ import numpy as np
 from hybridflow.batch.refs import Bytes, Kept
 from hybridflow.single_controller import health
 from hybridflow.single_controller.health import SHARED_MEMORY
-from hybridflow.utils.errors import WorkerError
+from hybridflow.utils.errors import LostError
 
 PREFIX = "hybridflow-kept-"
 _numbers = itertools.count()
@@ -49,7 +49,7 @@ class Segment(Kept):
         try:
             return np.memmap(self.token, dtype=np.uint8, mode="r")
         except FileNotFoundError as error:
-            raise WorkerError(f"rows are lost: they were kept by {self.owner}, which is gone") from error
+            raise LostError(f"rows are lost: they were kept by {self.owner}, which is gone") from error
 
 
 class SegmentStore:

@@ -14,7 +14,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import gather
 from hybridflow.dispatch.group import WorkerSpec
 from hybridflow.single_controller.lanes import LaneGroup
-from hybridflow.utils.errors import ColumnError, ConfigError, DeadlineError, StateError, WorkerError
+from hybridflow.utils.errors import ColumnError, ConfigError, DeadlineError, LostError, StateError, WorkerError
 
 WORKERS = "tests.unit.single_controller.workers"
 SPECS = (
@@ -89,7 +89,7 @@ def rows_die_with_the_rank_that_made_them(open_group: Open) -> None:
         made = group.call("wide", "make", Batch({"x": torch.arange(4)})).wait()
         with pytest.raises(WorkerError, match="died"):
             group.call("wide", "kill_self", rank=1).wait()
-        with pytest.raises(WorkerError, match=r"rows are lost: they were kept by rank 1 of 2 \(roles echo, .*pid \d+"):
+        with pytest.raises(LostError, match=r"rows are lost: they were kept by rank 1 of 2 \(roles echo, .*pid \d+"):
             made.rows([3])["wide"]
         with pytest.raises(WorkerError, match="cannot go on after"):
             group.call("wide", "add_up", made)

@@ -20,7 +20,7 @@ from hybridflow.single_controller.host import Rendezvous, open_store
 from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.topology.parallel import ParallelDims
-from hybridflow.utils.errors import ConfigError, MachineError, WorkerError
+from hybridflow.utils.errors import ConfigError, LostError, MachineError, WorkerError
 from tests import ranks
 from tests.unit.single_controller import contract
 from tests.unit.single_controller.contract import SPECS, WORKERS, batch_of
@@ -127,8 +127,12 @@ def test_a_group_reads_what_another_group_made(pair: LocalGroup, alone: LocalGro
     other = open_pair()
     try:
         assert other.call("wide", "add_up", made).wait()["total"].tolist() == [0, 100, 200, 303, 404]
+        of_the_dead = other.call("wide", "make", batch_of(5)).wait()
     finally:
         other.shutdown()
+    with pytest.raises(LostError, match=r"rank 0 of 2 .*rows are lost: they were kept by rank . of 2"):
+        pair.call("wide", "add_up", of_the_dead).wait()
+    assert pair.call("wide", "add_up", made).wait()["total"].tolist() == [0, 100, 200, 303, 404], "it is well itself"
 
 
 # ------------------------------------------------------------------------------------------------- one rank in process
