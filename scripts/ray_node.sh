@@ -18,7 +18,7 @@ shift 2
 
 export RAY_health_check_initial_delay_ms=${RAY_health_check_initial_delay_ms:-1000}
 export RAY_health_check_period_ms=${RAY_health_check_period_ms:-1000}
-export RAY_health_check_timeout_ms=${RAY_health_check_timeout_ms:-2000}
+export RAY_health_check_timeout_ms=${RAY_health_check_timeout_ms:-1500}
 export RAY_health_check_failure_threshold=${RAY_health_check_failure_threshold:-3}
 export RAY_USAGE_STATS_ENABLED=${RAY_USAGE_STATS_ENABLED:-0}
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0

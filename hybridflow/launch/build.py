@@ -21,7 +21,7 @@ from hybridflow.dispatch.group import WorkerGroup
 from hybridflow.launch.cluster import ClusterStart
 from hybridflow.launch.groups import open_groups
 from hybridflow.launch.plan import RunPlan
-from hybridflow.launch.restart import try_again
+from hybridflow.launch.restart import told_at_once, try_again
 from hybridflow.launch.signals import Interrupted, StopSignals
 from hybridflow.launch.specs import ModelSource, worker_specs
 from hybridflow.roles.handles import (
@@ -115,7 +115,7 @@ class _Tries:
         self._restart = True
         cluster, self._cluster = self._cluster or ClusterStart(self.config), None
         try:
-            with ExitStack() as stack:
+            with ExitStack() as stack, told_at_once():
                 with start.phase("wait for ray"):
                     cluster.enter(stack)
                 trainer, record = _assemble(self, start, stack)

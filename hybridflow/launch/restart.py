@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from hybridflow.utils.errors import DeadlineError, LostError, ShortageError
@@ -49,15 +50,24 @@ def try_again(
         retried = (LostError, DeadlineError, ShortageError) if number > 1 else (LostError, DeadlineError)
         try:
             return attempt()
-        except retried as error:
+        except retried:
             if number > restarts or stop_asked():
                 raise
-            logger.error("%s", error)
         fruitless = 0 if progress() != saved else fruitless + 1
         wait_s = min(backoff_s * 2 ** max(0, fruitless - 1), LONGEST_WAIT_S)
         say(f"restart {number} of {restarts} (trainer.max_restarts) in {wait_s:g} s, from {_from(progress())}")
         time.sleep(wait_s)
     raise AssertionError("the last try returns or raises")
+
+
+@contextmanager
+def told_at_once() -> Iterator[None]:
+    """Logs a loss when it is noticed: what ends the try behind it takes seconds."""
+    try:
+        yield
+    except (LostError, DeadlineError, ShortageError) as error:
+        logger.error("%s", error)
+        raise
 
 
 def _from(step: int) -> str:
