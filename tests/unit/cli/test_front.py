@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from hybridflow.cli.front import BAD_CONFIG, BAD_MACHINE, OK, compose_and_run, config_folder, rewrite
+from hybridflow.cli.front import BAD_CONFIG, BAD_MACHINE, LOST, OK, compose_and_run, config_folder, rewrite
 from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig
-from hybridflow.utils.errors import ConfigError, DataError, MachineError
+from hybridflow.utils.errors import ConfigError, DataError, DeadlineError, LostError, MachineError
 
 
 def composed(*arguments: str) -> dict:
@@ -96,7 +96,13 @@ def test_lists_as_public_scripts_write_them():
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ConfigError("k: bad"), BAD_CONFIG), (DataError("row 3"), BAD_CONFIG), (MachineError("no GPU"), BAD_MACHINE)],
+    [
+        (ConfigError("k: bad"), BAD_CONFIG),
+        (DataError("row 3"), BAD_CONFIG),
+        (MachineError("no GPU"), BAD_MACHINE),
+        (LostError("rank 1 died"), LOST),
+        (DeadlineError("rank 1 hangs"), LOST),
+    ],
 )
 def test_errors_of_the_users_making_become_exit_codes_without_traceback(error, code, capsys):
     def fail(tree: dict) -> int:
