@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from hybridflow.batch.batch import Batch, concat
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 class ReplicaGroup:
     """A ``WorkerGroup`` over groups that can be replaced one by one.
 
-    A call with a batch is split by rows, in order; any other call goes to every replica and its results are a list.
+    A call with a batch is split by rows, in order; any other call goes to every replica and its results are one list,
+    rank by rank where each replica answers by rank.
 
     Args:
         open_replica: opens the replica of this number; the first start and every later one.
@@ -48,7 +50,7 @@ class ReplicaGroup:
         self.restarted = 0
         """Replicas that were started again so far."""
         self._open = open_replica
-        self._welcome = welcome
+        self.welcome = welcome
         self._restarts = restarts
         self._replicas: list[WorkerGroup] = []
         for number in range(count):
@@ -93,7 +95,7 @@ class ReplicaGroup:
         fresh = self._replicas[number] = self._opened(number)
         try:
             fresh.wait_ready()
-            self._welcome(fresh)
+            self.welcome(fresh)
         except LostError as again:
             self.replace(number, fresh, again)
 
@@ -174,7 +176,10 @@ class _Shared(Pending[Any]):
         """See ``Pending.wait``: rows in their order, or the results of all replicas."""
         for number in range(len(self._results), len(self._shares)):
             self._results.append(self._result(number))
-        return _joined(self._results) if self._has_rows else list(self._results)
+        if self._has_rows:
+            return _joined(self._results)
+        by_rank = all(isinstance(result, list) for result in self._results)
+        return list(chain.from_iterable(self._results)) if by_rank else list(self._results)
 
     @property
     def seconds(self) -> float:

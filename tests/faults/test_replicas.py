@@ -49,7 +49,8 @@ def open_replicas() -> Iterator[Open]:
 
 def pids(group: ReplicaGroup) -> list[list[int]]:
     """Of the ranks by replica, which hold version 3 from here on."""
-    return group.call("server", "hold", 3).wait()
+    flat = group.call("server", "hold", 3).wait()
+    return [flat[:2], flat[2:]]
 
 
 def kill_later(pid: int, seconds: float = 0.4) -> None:
