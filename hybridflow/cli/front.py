@@ -74,6 +74,7 @@ def compose_and_run(
     outcome: list[int] = []
 
     def judged(config: DictConfig) -> None:
+        outcome.append(FAILED)  # what an error leaves that is nobody's fault but ours: Hydra shows its traceback
         outcome.append(guarded(lambda: task(to_tree(config))))
 
     before, sys.argv = sys.argv, [sys.argv[0], *rewrite(arguments)]

@@ -63,6 +63,7 @@ MEASURED = (
     "timing_s/",
     "residency/",
     "perf/straggler",
+    "perf/driver_bytes",  # references of rows name the processes that keep them
     "perf/max_memory",
     "perf/mfu",
     "perf/tokens_per_second",

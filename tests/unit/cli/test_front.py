@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridflow.cli.front import BAD_CONFIG, BAD_MACHINE, LOST, OK, compose_and_run, config_folder, rewrite
+from hybridflow.cli.front import BAD_CONFIG, BAD_MACHINE, FAILED, LOST, OK, compose_and_run, config_folder, rewrite
 from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig
 from hybridflow.utils.errors import ConfigError, DataError, DeadlineError, LostError, MachineError
@@ -112,6 +112,15 @@ def test_errors_of_the_users_making_become_exit_codes_without_traceback(error, c
     shown = capsys.readouterr().err
     assert str(error) in shown
     assert "Traceback" not in shown
+
+
+def test_any_other_error_is_a_failed_run_with_its_traceback(capsys):
+    def fail(tree: dict) -> int:
+        raise ValueError("a bug")
+
+    assert compose_and_run(PPOConfig, "ppo_trainer", fail, []) == FAILED
+    shown = capsys.readouterr().err
+    assert "ValueError: a bug" in shown and "in fail" in shown
 
 
 def test_the_exit_code_of_the_task_is_kept():
