@@ -126,7 +126,9 @@ def row(name: str, tp: int, device: str, dtype: torch.dtype, repeats: int, bucke
     slices = predict(model, layout, generation, dtype=str(dtype).removeprefix("torch."), itemsize=dtype.itemsize)
     place = f"cuda:{rank}" if device == "cuda" else device
     shards, parts = sides(slices, model, rank, place, dtype)
-    publisher = Publisher(lambda: shards, parts, lambda version: None, bucket_bytes=bucket_bytes, verify="first")
+    publisher = Publisher(
+        lambda: shards, lambda: parts, lambda version: None, bucket_bytes=bucket_bytes, verify="first"
+    )
     started = time.perf_counter()
     metrics = publisher.publish(0)
     first = time.perf_counter() - started

@@ -36,10 +36,17 @@ class RankError(AssertionError):
     """A rank raised, died or did not answer in time; names the rank."""
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, deadline_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    deadline_s: float = 120.0,
+    may_die: tuple[int, ...] = (),
+) -> list[Any]:
     """What ``function(*args)`` returned on ranks 0 .. world-1 of a gloo world.
 
     ``function`` is a module-level function and runs after ``init_process_group``; results and arguments are pickled.
+    A rank of ``may_die`` whose process ends without an answer counts as having returned None.
 
     Raises:
         RankError: the first failure, with its rank and traceback, or who did not answer within ``deadline_s``.
@@ -58,7 +65,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, deadline_s: 
             processes.append(process)
             pipes.append(receiver)
         try:
-            return _collect(pipes, deadline_s)
+            return _collect(pipes, deadline_s, may_die)
         finally:
             for process in processes:
                 process.join(timeout=2)
@@ -67,7 +74,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, deadline_s: 
                     process.join()
 
 
-def _collect(pipes: list[Connection], deadline_s: float) -> list[Any]:
+def _collect(pipes: list[Connection], deadline_s: float, may_die: tuple[int, ...]) -> list[Any]:
     results: dict[int, Any] = {}
     end = time.monotonic() + deadline_s
     while len(results) < len(pipes):
@@ -82,6 +89,9 @@ def _collect(pipes: list[Connection], deadline_s: float) -> list[Any]:
             try:
                 ok, payload = pickle.loads(pipes[rank].recv_bytes())
             except EOFError:
+                if rank in may_die:
+                    results[rank] = None
+                    continue
                 failures.append(f"rank {rank} died without an answer")
                 continue
             if ok:

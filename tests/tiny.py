@@ -14,6 +14,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 CHARACTERS = "0123456789+-*/=()#., abcdefghijklmnopqrstuvwxyz\n?:"
@@ -21,6 +23,7 @@ VOCABULARY = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", "<u
 _FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
 

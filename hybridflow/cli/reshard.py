@@ -3,6 +3,7 @@
 python -m hybridflow.reshard --model qwen2.5-7b --train dp_shard=8 --rollout tp=2
 python -m hybridflow.reshard --model FOLDER --train dp_shard=512 tp=2 --rollout tp=4 --ranks-per-node 8
 python -m hybridflow.reshard check --model FOLDER --tp 2
+python -m hybridflow.reshard check --model FOLDER --tp 2 --rules my_package.rules:RULES
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from torch import Tensor
 from hybridflow.hybrid_engine.layouts import ModelShapes, TrainingLayout, predict
 from hybridflow.hybrid_engine.plan import RankPlan, Slice, bound_bytes, ideal_bytes, plan_rank, tables_digest
 from hybridflow.hybrid_engine.rehearse import rehearse
-from hybridflow.hybrid_engine.rules import rule_for
+from hybridflow.hybrid_engine.rules import register_rules, rule_for
 from hybridflow.hybrid_engine.shapes import PRESETS, load_config, model_shapes
 from hybridflow.topology.parallel import AXES, ParallelDims
 from hybridflow.utils.errors import ConfigError, EngineError
+from hybridflow.utils.optional import load
 
 ALL_RANKS_UP_TO = 16
 """Worlds up to this size are planned and printed rank by rank; of larger ones, a few ranks."""
@@ -74,6 +76,8 @@ def table(chosen: argparse.Namespace) -> int:
 def check(chosen: argparse.Namespace) -> int:
     """Whether a model can be resharded: every parameter has a rule, cuts divide, a rehearsal gives the original."""
     model = model_shapes(load_config(chosen.model))
+    if chosen.rules is not None:
+        register_rules(model.architecture, load(chosen.rules))
     counts = Counter(
         (rule.cut, rule.stored_in) for rule in (rule_for(model.architecture, name) for name in model.shapes)
     )
@@ -120,6 +124,7 @@ def _check_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hybridflow.reshard check", description=check.__doc__)
     parser.add_argument("--model", required=True, help="model folder")
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks of the generator")
+    parser.add_argument("--rules", default=None, metavar="MODULE:NAME", help="your own list of ShardingRule")
     return parser
 
 
@@ -135,12 +140,13 @@ def _dims(flag: str, given: Sequence[str], axes: Sequence[str]) -> ParallelDims:
 
 
 def _training_layout(dims: ParallelDims, tp: int, order: str) -> TrainingLayout:
-    """The layout asked for; ``auto`` permutes where it helps."""
-    if order == "permuted" and dims.tp > 1:
-        raise ConfigError(f"--order permuted is for trainers without tensor parallelism, not tp={dims.tp}")
-    if order == "plain" or (order == "auto" and (dims.tp > 1 or (dims.dp_shard * dims.sp) % tp)):
+    """The layout asked for; ``auto``: the one in which the actor would train."""
+    if order == "permuted" and dims.dp_replicate * dims.dp_shard != dims.world:
+        axes = " ".join(f"{axis}={n}" for axis, n in dims.degrees.items() if n > 1 and not axis.startswith("dp_"))
+        raise ConfigError(f"--order permuted is for trainers with data parallelism alone, not {axes}")
+    if order == "plain":
         return TrainingLayout(dims=dims)
-    return TrainingLayout.permuted(dims, tp)
+    return TrainingLayout.permuted(dims, tp) if order == "permuted" else TrainingLayout.for_rollout(dims, tp)
 
 
 def _shown_ranks(world: int) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from hybridflow.config.choices import (
     GRADIENT_SYNC_ORDERS,
+    IN_FLIGHT,
     KL_TYPES,
     LOAD_FORMATS,
     LOSS_AGG_MODES,
@@ -186,7 +187,13 @@ class WeightTransferConfig(Section):
     update_weights_bucket_megabytes: PositiveInt = 64
     """Size of a transfer bucket; at most two exist per rank."""
     verify: Annotated[str, OneOf(VERIFY_MODES)] = "first"
-    """When checksums of the generator's weights are compared with the actor's: first, always, never."""
+    """When checksums of the generator's weights are compared with the actor's: at the first transfer, or always; then
+    also, before each, with what the last one left, so that weights that changed on their own stop the run."""
+    in_flight: Annotated[str, OneOf(IN_FLIGHT)] = "recompute"
+    """What becomes of requests under which weights change: their keys and values are computed again, or kept (those of
+    the old weights), or the requests are handed out as they are, invalid as samples (abort)."""
+    attempts: PositiveInt = 2
+    """Tries of one transfer, the first included; a try that breaks midway is logged and counted (publish/retries)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

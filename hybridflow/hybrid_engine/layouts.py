@@ -20,7 +20,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from hybridflow.hybrid_engine.boxes import Box, BoxTable, Placement, Replicate, Shard, StridedShard, local_box, volume
+from hybridflow.hybrid_engine.boxes import (
+    Box,
+    BoxTable,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    full_box,
+    local_box,
+    volume,
+)
 from hybridflow.hybrid_engine.plan import Slice, intern, permuted_order
 from hybridflow.hybrid_engine.rules import Heads, Place, ShardingRule, generation_boxes, rule_for
 from hybridflow.topology.parallel import ParallelDims
@@ -57,6 +67,24 @@ class TrainingLayout:
         """The layout whose shards lie inside the generator's slices (pure FSDP or HSDP, no tensor parallelism)."""
         order = permuted_order(dims.dp_shard * dims.sp, rollout_tp)
         return TrainingLayout(dims=dims, shard_order=order, row_parallel_shard_dim1=True)
+
+    @staticmethod
+    def for_rollout(dims: ParallelDims, rollout_tp: int) -> TrainingLayout:
+        """The actor's layout: permuted where data parallelism is all there is and ``rollout_tp`` divides its shards."""
+        if dims.dp_replicate * dims.dp_shard == dims.world and dims.dp_shard % rollout_tp == 0:
+            return TrainingLayout.permuted(dims, rollout_tp)
+        return TrainingLayout(dims=dims)
+
+    @property
+    def rank_order(self) -> tuple[int, ...] | None:
+        """``order[i * S + s]``: rank that holds shard s of S in HSDP replica i; None: in order of rank.
+
+        Only for data parallelism alone: the ranks of a replica are then neighbours.
+        """
+        if self.shard_order is None:
+            return None
+        replicas = range(self.dims.dp_replicate)
+        return tuple(replica * self.shards + position for replica in replicas for position in self.shard_order)
 
     @property
     def shards(self) -> int:
@@ -202,6 +230,8 @@ def generation_difference(
         boxes = generation_boxes(rule, name, model.shapes[name], place, expert_parallel=expert_parallel)
         expected = tuple(box for box in boxes if volume(box))
         found = tuple(box for box in held.get(name, ()) if volume(box))
+        if tp == 1 and found == (full_box(model.shapes[name]),):
+            continue  # an engine on one rank may hold in one block what a fused layer holds in two
         if sorted(found) != sorted(expected):
             lines.append(
                 f"{name}: the rule {rule.cut!r} predicts {expected} at tp={tp} rank {tp_rank}, the engine holds {found}"

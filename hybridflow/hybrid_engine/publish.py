@@ -1,16 +1,20 @@
 """The way of a new weight version from trainer to generator: one call, all ranks, all or nothing.
 
-    agree on version and layouts -> (first time) gather boxes, check, plan -> move -> checksums -> tell the generator
+    agree on version and layouts -> (first time) gather boxes, check, plan -> take the old version from the generator
+    -> move -> checksums -> give it the new one
 
 Checks come before the first byte is written: a parameter that is missing, extra or mis-shaped anywhere raises on every
-rank and the generator keeps its version. Once bytes move, a failure on any rank is learnt by all; then every generator
-is told that it holds ``NO_VERSION`` (a step raises StateError) until the next publish, which starts from scratch and so
-succeeds whatever the failed one left behind. The generator never samples from a mixture.
+rank and the generator keeps its version. Before bytes move, every generator is told that it holds ``NO_VERSION`` (a
+step raises StateError), after they have arrived everywhere that it holds the new one: however a publish ends in
+between, a signal or a dead peer included, no token is sampled from a mixture. A failure on any rank is learnt by all,
+who write everything again from the trainer's shards, a bounded number of times; the publish after a failed one starts
+from scratch too, and so needs nothing of what that left behind (docs/design/0015-publish-is-atomic.md).
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +32,10 @@ from hybridflow.hybrid_engine.boxes import Box
 from hybridflow.hybrid_engine.match import Block, match
 from hybridflow.hybrid_engine.plan import RankPlan, Slice, ideal_bytes, plan_rank
 from hybridflow.hybrid_engine.transport import Transport
-from hybridflow.hybrid_engine.verify import checksums, differences
+from hybridflow.hybrid_engine.verify import MASK, checksum, checksums, differences
 from hybridflow.utils.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 T = TypeVar("T")
@@ -45,6 +51,10 @@ class _Ready:
     transport: Transport
 
 
+class _TryError(EngineError):
+    """A try that failed while all ranks could still talk: it may be repeated."""
+
+
 class Publisher:
     """Moves the trainer's weights into the generator's storage. One per rank; every method is collective.
 
@@ -53,21 +63,24 @@ class Publisher:
 
     Args:
         engine_shards: this rank's training blocks, read anew at every publish.
-        parameters: this rank's generation storage; its views must stay valid for as long as the publisher is used.
-        written: told the version once the storage holds it (``RolloutEngine.weights_written``).
+        parameters: this rank's generation storage, looked up anew at every publish: what the engine computes with now.
+        written: told ``NO_VERSION`` before the first byte is written, and the version once the storage holds it
+            (``RolloutEngine.weights_written``).
         group: ranks that take part; None: the default group when torch.distributed is up, else this process alone.
         rollout_dtype: dtype that the generator should store, torch's or by its configured name (float32 parts are
             allowed beside it); None: any.
         bucket_bytes: size of a transfer bucket; at most two exist at a time.
         tied: other names of parameters: alias -> name; either side may use either.
-        verify: when checksums of both sides are compared: ``first``, ``always`` or ``never``.
+        verify: when checksums of both sides are compared: ``first``, ``always`` or ``never`` (measurements only).
+            ``always`` also compares the generator, before it is written, with what the last publish left there.
         ranks_per_node: ranks of one machine, consecutive; replicated slices come from inside it.
+        attempts: tries of one publish, the first included.
     """
 
     def __init__(
         self,
         engine_shards: Callable[[], Sequence[Shard]],
-        parameters: EngineParameters,
+        parameters: Callable[[], EngineParameters],
         written: Callable[[int], None],
         *,
         group: dist.ProcessGroup | None = None,
@@ -76,6 +89,7 @@ class Publisher:
         tied: Mapping[str, str] | None = None,
         verify: str = "first",
         ranks_per_node: int | None = None,
+        attempts: int = 2,
     ) -> None:
         if verify not in ("first", "always", "never"):
             raise EngineError(f"verify={verify!r} is unknown: use first, always or never")
@@ -92,8 +106,10 @@ class Publisher:
         self._tied = dict(tied or {})
         self._verify = verify
         self._ranks_per_node = ranks_per_node
+        self._attempts = attempts
         self._ready: _Ready | None = None
         self._verified = False
+        self._left: dict[tuple[str, Box], int] = {}
         self.version = NO_VERSION
         """Version that the generator holds for sure."""
 
@@ -110,20 +126,52 @@ class Publisher:
             Of this rank: ``publish/bytes`` received, ``publish/sent_bytes``, ``publish/local_bytes`` copied in place,
             ``publish/bound_bytes`` (least that this rank can receive, given its shards), ``publish/ratio_to_bound``,
             ``publish/ideal_bytes`` (least over all training layouts), ``publish/peak_extra_bytes`` (buckets),
-            ``publish/rounds``, ``publish/messages``, ``publish/seconds`` and its parts ``publish/plan_seconds``,
+            ``publish/rounds``, ``publish/messages``, ``publish/retries`` (tries beyond the first; the other numbers are
+            the last try's), ``publish/seconds`` (of all tries) and its parts ``publish/plan_seconds``,
             ``publish/move_seconds``, ``publish/verify_seconds``.
 
         Raises:
             EngineError: with every missing, extra or mis-shaped parameter (nothing was written); or with the rank and
-                the reason of a failure midway (the generator then holds no version until the next publish).
+                the reason of the last try's failure (the generator then holds no version until the next publish); or
+                because the ranks cannot talk any more (no version either; the group must be made anew).
         """
         started = time.perf_counter()
         side = self._agree(version)
         ready = self._prepare(side)
-        planned = time.perf_counter()
+        planned = time.perf_counter() - started
+        drifted = self._drifted(ready, side)
+        self.version = NO_VERSION
+        self._together("taking the old version from the generator", lambda: self._written(NO_VERSION))
+        if drifted:
+            raise EngineError(
+                "the generator's weights changed since the last publish, and not by one; it holds no version until the "
+                "next publish\n" + "\n".join(drifted)
+            )
+        metrics, retries = self._write(ready, side, version)
+        return metrics | {
+            "publish/bound_bytes": float(ready.plan.bound_bytes),
+            "publish/ideal_bytes": float(ideal_bytes(ready.slices, self._rank)),
+            "publish/retries": float(retries),
+            "publish/plan_seconds": planned,
+            "publish/seconds": time.perf_counter() - started,
+        }
+
+    def _write(self, ready: _Ready, side: _Side, version: int) -> tuple[Metrics, int]:
+        """Metrics of the try that succeeded, and how many failed before it."""
+        for failed in range(self._attempts):
+            try:
+                return self._try(ready, side, version), failed
+            except _TryError as error:
+                if failed + 1 == self._attempts:
+                    raise
+                logger.warning("try %d of %d: %s; everything is written again", failed + 1, self._attempts, error)
+        raise AssertionError("attempts is at least 1")
+
+    def _try(self, ready: _Ready, side: _Side, version: int) -> Metrics:
+        """Writes everything once and gives the generator its version."""
+        started = time.perf_counter()
         sources = {self._source_name(shard.name): shard.local for shard in side.shards}
         targets = _targets(ready.slices, side.parts, self._source_name)
-        self.version = NO_VERSION
         moved = self._together("moving weights", lambda: ready.transport.run(sources, targets))
         arrived = time.perf_counter()
         if self._verify == "always" or (self._verify == "first" and not self._verified):
@@ -137,15 +185,11 @@ class Publisher:
             "publish/bytes": float(moved.received_bytes),
             "publish/sent_bytes": float(moved.sent_bytes),
             "publish/local_bytes": float(moved.local_bytes),
-            "publish/bound_bytes": float(bound),
             "publish/ratio_to_bound": moved.received_bytes / bound if bound else 1.0,
-            "publish/ideal_bytes": float(ideal_bytes(ready.slices, self._rank)),
             "publish/peak_extra_bytes": float(moved.bucket_bytes),
             "publish/rounds": float(moved.rounds),
             "publish/messages": float(moved.messages),
-            "publish/seconds": time.perf_counter() - started,
-            "publish/plan_seconds": planned - started,
-            "publish/move_seconds": arrived - planned,
+            "publish/move_seconds": arrived - started,
             "publish/verify_seconds": verified - arrived,
         }
 
@@ -153,7 +197,7 @@ class Publisher:
         """Both sides of this rank; raises on all ranks when one cannot take part or means another version."""
         side, failure, cause = _Side((), EngineParameters(()), (), ()), "", None
         try:
-            side = _side(self._engine_shards(), self._parameters)
+            side = _side(self._engine_shards(), self._parameters())
         except Exception as error:  # noqa: BLE001 - raised below on all ranks: a rank that left would keep the others waiting
             failure, cause = f"{type(error).__name__}: {error}", error
         said = self._gather((version, side.digest(), failure))
@@ -179,6 +223,21 @@ class Publisher:
         self._ready = _Ready(side.digests, tuple(slices), plan, transport)
         return self._ready
 
+    def _drifted(self, ready: _Ready, side: _Side) -> list[str]:
+        """One line for each block, of any rank, that is not what the last publish left. Collective where asked for."""
+        if self._verify != "always":
+            return []
+        left, self._left = self._left, {}
+        targets = _targets(ready.slices, side.parts, self._source_name)
+        held = _held_checksums(ready.slices, targets, self._rank) if left else {}
+        lines = [
+            f"{name} {box} on generator rank {self._rank}: checksum {held[name, box] & MASK:016x}, "
+            f"after the last publish {checksum & MASK:016x}"
+            for (name, box), checksum in left.items()
+            if held.get((name, box), checksum) != checksum
+        ]
+        return [line for of_rank in self._gather(lines) for line in of_rank]
+
     def _compare(self, ready: _Ready, sources: Mapping[str, Tensor], targets: Sequence[Tensor | None]) -> None:
         """Raises on all ranks when a generator's block differs from the trainer's. Collective."""
         sums = self._together("computing checksums", lambda: checksums(ready.slices, sources, targets, rank=self._rank))
@@ -189,22 +248,41 @@ class Publisher:
                 raise EngineError("the generator does not hold what the trainer owns:\n" + "\n".join(differing))
 
         self._together("comparing checksums", judge)
+        if self._verify == "always":
+            self._left = {
+                (ready.slices[index].name, cast(Box, ready.slices[index].needed[self._rank])): found
+                for index, (_, found) in sums.held.items()
+            }
 
     def _together(self, doing: str, action: Callable[[], T]) -> T:
-        """The result of ``action``, once every rank has succeeded in it; else every generator holds no version."""
+        """The result of ``action``, once every rank has succeeded in it. Collective.
+
+        Raises:
+            EngineError: on every rank, when one failed. Its generator may by then hold the new version, for which
+                reason it is taken away again.
+        """
         result, failure, cause = None, "", None
         try:
             result = action()
-        except Exception as error:  # noqa: BLE001 - raised below on all ranks, after the generators were told
+        except Exception as error:  # noqa: BLE001 - raised below on all ranks
             failure, cause = f"{type(error).__name__}: {error}", error
-        failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(self._gather(failure)) if reason]
+        try:
+            said = self._gather(failure)
+        except RuntimeError as error:
+            self._written(NO_VERSION)
+            raise EngineError(
+                f"publish broke off while {doing}: the ranks cannot talk any more, because one died or did not come "
+                f"within the timeout of the process group, which must be made anew; the generator of rank {self._rank} "
+                f"holds no version until a publish over a new one\n{failure or error}"
+            ) from (cause or error)
+        failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(said) if reason]
         if not failed:
             return cast(T, result)
         try:
             self._written(NO_VERSION)
         except Exception as error:  # noqa: BLE001 - told below, beside the failure that came first
             failed.append(f"rank {self._rank}: the generator did not give up its version: {error}")
-        raise EngineError(
+        raise _TryError(
             f"publish failed while {doing}; the generators hold no version until the next publish\n" + "\n".join(failed)
         ) from cause
 
@@ -257,6 +335,15 @@ def _block(name: str, box: Box, shape: Sequence[int], stored: Tensor) -> Block:
     plain_box = tuple((int(low), int(high)) for low, high in box)
     dtype = str(stored.dtype).removeprefix("torch.")
     return Block(name, plain_box, tuple(int(n) for n in shape), tuple(stored.shape), dtype, stored.element_size())
+
+
+def _held_checksums(slices: Sequence[Slice], targets: Sequence[Tensor | None], rank: int) -> dict[tuple[str, Box], int]:
+    """Checksum of every block that this rank's generator stores, as ``verify.checksums`` has it."""
+    return {
+        (piece.name, box): checksum(target, box, salt=index)
+        for index, (piece, target) in enumerate(zip(slices, targets, strict=True))
+        if target is not None and (box := piece.needed[rank]) is not None
+    }
 
 
 def _targets(slices: Sequence[Slice], parts: EngineParameters, canonical: Callable[[str], str]) -> list[Tensor | None]:

@@ -98,14 +98,15 @@ def differences(slices: Sequence[Slice], sums: Sums, *, rank: int, group: dist.P
         dist.all_reduce(expected, group=group)  # int64 wraps: a sum modulo 2**64
     totals = expected.tolist()
     return [
-        f"{slices[index].name} {slices[index].needed[rank]} on generator rank {rank}: checksum {found & _MASK:016x}, "
-        f"the trainer's is {totals[entry] & _MASK:016x}"
+        f"{slices[index].name} {slices[index].needed[rank]} on generator rank {rank}: checksum {found & MASK:016x}, "
+        f"the trainer's is {totals[entry] & MASK:016x}"
         for index, (entry, found) in sums.held.items()
         if totals[entry] != found
     ]
 
 
-_MASK = (1 << 64) - 1
+MASK = (1 << 64) - 1
+"""Shows a checksum as an unsigned number."""
 
 
 def _hashes(span: tuple[int, int], dim: int, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from hybridflow.batch.balance import balance, row_cost
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Mapped, Pending
 from hybridflow.dispatch.group import WorkerGroup
-from hybridflow.roles.protocols import Metrics, SamplingMode
+from hybridflow.roles.protocols import Metrics, PublishNow, SamplingMode
 
 
 class Handle:
@@ -168,9 +168,13 @@ class RewardHandle(Handle):
 class WeightsHandle(Handle):
     """The way from the actor's weights to the generator's."""
 
-    def publish(self, *, version: int) -> Pending[Metrics]:
+    def publish(self, *, version: int, between_steps: bool = False) -> Pending[Metrics]:
         """See ``roles.protocols.Weights``."""
-        return Mapped(self._call("publish", version=version), combine_ranks)
+        call = self._call("publish", version=version)
+        if between_steps:  # after the call is queued: a rank that stands still in a publish finds its peers there
+            for rank in range(self._group.world):
+                self._group.post(PublishNow(version=version), rank=rank)
+        return Mapped(call, combine_ranks)
 
 
 def combine_ranks(per_rank: Sequence[Metrics]) -> Metrics:
@@ -181,7 +185,7 @@ def combine_ranks(per_rank: Sequence[Metrics]) -> Metrics:
     combined: dict[str, float] = {}
     for name in per_rank[0]:
         values = [metrics[name] for metrics in per_rank]
-        worst = name.endswith(("seconds", "rounds")) or "peak" in name
+        worst = name.endswith(("seconds", "rounds", "retries")) or "peak" in name
         combined[name] = max(values) if worst else sum(values)
     bound = combined["publish/bound_bytes"]
     combined["publish/ratio_to_bound"] = combined["publish/bytes"] / bound if bound else 1.0

@@ -81,9 +81,26 @@ class Reward(Protocol):
 class Weights(Protocol):
     """The way from the actor's weights to the generator's."""
 
-    def publish(self, *, version: int) -> Pending[Metrics]:
-        """On return every generation rank holds ``version`` and its caches are empty."""
+    def publish(self, *, version: int, between_steps: bool = False) -> Pending[Metrics]:
+        """On return every generation rank holds ``version``.
+
+        ``between_steps``: also while a generation runs, after its next engine step but one; what becomes of its
+        requests is ``rollout.checkpoint_engine.in_flight``, and each token's ``weight_version`` says which weights
+        wrote it. Nothing else may be called on the group between that generation and this.
+        """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishNow:
+    """A message of the control lane to a generator: bring new weights between two of your steps.
+
+    A generator that is idle leaves it to the call that waits behind it on the work lane.
+    """
+
+    version: int
+    after_steps: int = 0
+    """Engine steps of the running generation that come first."""
 
 
 class Checkpointed(Protocol):

@@ -25,7 +25,7 @@ from hybridflow.dispatch.group import RankContext
 from hybridflow.dispatch.register import register
 from hybridflow.engines.train.base import TrainEngine
 from hybridflow.engines.train.registry import TRAIN_ENGINES
-from hybridflow.hybrid_engine.plan import permuted_order
+from hybridflow.hybrid_engine.layouts import TrainingLayout
 from hybridflow.roles.protocols import Metrics
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
@@ -136,8 +136,7 @@ class ActorWorker(TrainedWorker):
         rollout_tp: int,
         vocab_limit: int | None,
     ) -> TrainEngine:
-        # Where FSDP is the only axis, shards are laid out so that the generator's slices need the fewest bytes.
-        plain_fsdp = dims.dp_shard == dims.world and dims.world % rollout_tp == 0
+        layout = TrainingLayout.for_rollout(dims, rollout_tp)
         actor = self._config.actor_rollout_ref.actor
         return load(TRAIN_ENGINES[actor.strategy])(
             model=model,
@@ -152,8 +151,8 @@ class ActorWorker(TrainedWorker):
             vocab_limit=vocab_limit,
             compile_layers=actor.use_torch_compile,
             share_prompts=self._config.shares_prompts("actor"),
-            shard_order=permuted_order(dims.dp_shard, rollout_tp) if plain_fsdp else None,
-            row_parallel_shard_dim1=plain_fsdp,
+            shard_order=layout.rank_order,
+            row_parallel_shard_dim1=layout.row_parallel_shard_dim1,
         )
 
     @contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import RankContext
 from hybridflow.dispatch.register import register
+from hybridflow.engines.rollout.base import InFlight
 from hybridflow.hybrid_engine.publish import Publisher
 from hybridflow.hybrid_engine.residency import State
 from hybridflow.roles.protocols import Metrics
@@ -26,24 +29,42 @@ class WeightsWorker:
         self._actor = actor
         self._rollout = rollout
         self._sharding = config.actor_rollout_ref.actor.sharding
+        self._in_flight: InFlight = cast("InFlight", transfer.in_flight)
+        self._early: tuple[int, Metrics] | None = None
+        rollout.publish = self._publish_early
         self._frees_memory = config.actor_rollout_ref.rollout.free_cache_engine
         actor.make_room = self._put_generator_to_sleep
         self._publisher = Publisher(
             actor.engine.shards,
-            rollout.engine.parameters(),
-            rollout.engine.weights_written,
+            rollout.engine.parameters,
+            self._written,
             bucket_bytes=transfer.update_weights_bucket_megabytes << 20,
             verify=transfer.verify,
+            attempts=transfer.attempts,
         )
 
     @register(dispatch="ONE_TO_ALL")
     def publish(self, *, version: int) -> Metrics:
-        """Moves the actor's weights into the generator; its caches are empty afterwards (hybrid_engine/publish.py)."""
+        """Moves the actor's weights into the generator (hybrid_engine/publish.py).
+
+        Where ``PublishNow`` has done so between two steps of a generation before this call's turn, its metrics.
+        """
+        early, self._early = self._early, None
+        return early[1] if early is not None and early[0] == version else self._publish(version)
+
+    def _publish_early(self, version: int) -> None:
+        """What the rollout worker calls between two engine steps, on every rank of an engine after the same one."""
+        self._early = version, self._publish(version)
+
+    def _publish(self, version: int) -> Metrics:
         residency = self._rollout.residency
         with resident(self._actor.engine, self._sharding):
             if residency.state is State.TRAINING:
                 return residency.to_generating(lambda: self._publisher.publish(version))
             return residency.publish_while_generating(lambda: self._publisher.publish(version))
+
+    def _written(self, version: int) -> None:
+        self._rollout.engine.weights_written(version, self._in_flight)
 
     def _put_generator_to_sleep(self) -> None:
         residency = self._rollout.residency

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from transformers import AutoConfig
 
 from hybridflow.batch.batch import Batch
 from hybridflow.config.root import PPOConfig
@@ -14,8 +15,10 @@ from hybridflow.dispatch.register import register
 from hybridflow.engines.rollout.base import Completion, Request, RolloutEngine, SamplingParams, generate
 from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
 from hybridflow.hybrid_engine.residency import Actions, Residency, State
-from hybridflow.roles.protocols import SamplingMode
+from hybridflow.hybrid_engine.start_check import check_layout
+from hybridflow.roles.protocols import PublishNow, SamplingMode
 from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils.errors import StateError
 from hybridflow.utils.optional import load
 from hybridflow.utils.seeding import derive_seed
 
@@ -53,6 +56,11 @@ class RolloutWorker:
         vocab_limit: int,
     ) -> None:
         self._config = config
+        self._mailbox = context.mailbox
+        self._asked: list[PublishNow] = []
+        self._steps = 0
+        self.publish: Callable[[int], None] = _no_publisher
+        """Brings new weights between two steps; the weights worker puts itself here."""
         self._eos = eos_token_ids
         rollout = config.actor_rollout_ref.rollout
         rows = -(-config.data.train_batch_size * rollout.n // dims.dp)
@@ -69,7 +77,12 @@ class RolloutWorker:
             vocab_limit=vocab_limit,
             seed=config.trainer.seed,
         )
-
+        check_layout(
+            self.engine.parameters(),
+            AutoConfig.from_pretrained(model_path),
+            tp=dims.tp,
+            tp_rank=context.rank % dims.tp,
+        )
         self.residency = Residency(
             Actions(
                 wake_weights=lambda: self.engine.wake(("weights",)),
@@ -90,10 +103,25 @@ class RolloutWorker:
         if self.residency.state is State.TRAINING:
             self.residency.to_generating()
         self.engine.clear_caches()
-        completions = generate(self.engine, self._requests(prompts, step, mode))
+        self._steps = 0
+        completions = generate(self.engine, self._requests(prompts, step, mode), between_steps=self._between_steps)
         if self._config.actor_rollout_ref.rollout.free_cache_engine:
             self.residency.to_training()
         return to_columns(completions)
+
+    def _between_steps(self) -> None:
+        """Publishes where the control lane asked for it, after the same step on every rank of an engine.
+
+        A message is announced to the engine's ranks with one step and acted upon after it.
+        """
+        self._steps += 1
+        self._asked += [message for message in self._mailbox.drain() if isinstance(message, PublishNow)]
+        for message in self._asked:
+            if message.version > self.engine.version and message.after_steps <= self._steps + 1:
+                self.engine.announce(message.version)
+        self._asked = [message for message in self._asked if message.version > self.engine.version]
+        if self.engine.announced > self.engine.version:
+            self.publish(self.engine.announced)
 
     def _requests(self, prompts: Batch, step: int, mode: SamplingMode) -> list[Request]:
         sampling = self._sampling(mode)
@@ -123,6 +151,11 @@ class RolloutWorker:
             stop_token_ids=self._eos,
             ignore_eos=rollout.ignore_eos,
         )
+
+
+def _no_publisher(version: int) -> None:
+    """A generator whose weights come from nowhere."""
+    raise StateError(f"version {version} was asked for between two steps, but no weights worker is in this process")
 
 
 def to_columns(completions: Sequence[Completion]) -> Batch:

@@ -43,7 +43,9 @@ def publish_into_hf(folder: str, tied: bool) -> dict:
     saved = load_file(f"{folder}/model.safetensors")
     parts = generator.parameters()
     before = sum(torch.equal(part.view, saved[part.hf_name]) for part in parts.parts)
-    publisher = Publisher(trainer.shards, parts, generator.weights_written, rollout_dtype="fp32", verify="always")
+    publisher = Publisher(
+        trainer.shards, generator.parameters, generator.weights_written, rollout_dtype="fp32", verify="always"
+    )
     metrics = publisher.publish(0)
     return {
         "stale before": len(parts.parts) - before,

@@ -123,7 +123,7 @@ def compare_and_publish(name: str) -> tuple[list[str], list[str], float]:
     slices = predict(described, layout, generation, dtype="float32", itemsize=4)
     parts = parts_of(slices, shapes, rank, torch.float32)
     told: list[int] = []
-    metrics = Publisher(lambda: blocks, parts, told.append, bucket_bytes=4096, verify="always").publish(0)
+    metrics = Publisher(lambda: blocks, lambda: parts, told.append, bucket_bytes=4096, verify="always").publish(0)
     return wrong, wrong_parts(parts, full), metrics["publish/ratio_to_bound"]
 
 

@@ -6,16 +6,23 @@ calls. In a tensor-parallel group every rank calls ``submit``, ``step`` and ``ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 NO_VERSION = -1
-"""What a generator holds before the first publish and after one that broke midway."""
+"""What a generator holds before the first publish, while it is written, and after a publish that broke midway."""
 
 FinishReason = Literal["stop", "length", "abort"]
+InFlight = Literal["recompute", "keep", "abort"]
+"""What happens to requests in flight when weights change under them; the prefix cache never outlives its weights.
+
+``recompute``: keys and values are computed again from their tokens with the new weights (exact, costs a prefill).
+``keep``: they go on with those of the old weights (free; later tokens are then of neither version's policy).
+``abort``: they are handed out with what they have, and may be continued by a request with ``sampled_ids``.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +145,24 @@ class RolloutEngine(Protocol):
         """Writable views of what this rank stores."""
         ...
 
-    def weights_written(self, version: int) -> None:
-        """Tells the engine that ``parameters()`` now hold ``version``: repacks if needed, clears every cache.
+    def weights_written(self, version: int, in_flight: InFlight = "recompute") -> None:
+        """Tells the engine that ``parameters()`` now hold ``version``: repacks if needed, drops or keeps caches.
 
-        Version -1: they hold none any more (a publish broke midway); a step raises StateError until the next call.
+        Version -1 comes before the first byte is written: they hold none any more, and a step raises StateError until
+        the next call.
         """
+        ...
+
+    def announce(self, number: int) -> None:
+        """Leaves a number (0 or more) that all ranks of the engine shall know after one and the same step.
+
+        Only the first rank of a tensor-parallel group is heard.
+        """
+        ...
+
+    @property
+    def announced(self) -> int:
+        """The first rank's number as of the last step, the same on every rank of the engine; -1: none yet."""
         ...
 
     def clear_caches(self) -> None:
@@ -158,11 +178,21 @@ class RolloutEngine(Protocol):
         ...
 
 
-def generate(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
-    """Completions of ``requests`` in their order: submit all, step until idle."""
+def _nothing() -> None:
+    """What most callers do between steps."""
+
+
+def generate(
+    engine: RolloutEngine, requests: Sequence[Request], *, between_steps: Callable[[], None] = _nothing
+) -> list[Completion]:
+    """Completions of ``requests`` in their order: submit all, step until idle.
+
+    ``between_steps`` is called after every step, when nothing is in flight on the device: weights may change there.
+    """
     engine.submit(requests)
     done: dict[str, Completion] = {}
     while engine.busy:
         for completion in engine.step():
             done[completion.request_id] = completion
+        between_steps()
     return [done[request.request_id] for request in requests]

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from hybridflow.config.actor import RolloutConfig
-from hybridflow.engines.rollout.base import NO_VERSION, Completion, EngineParameters, Part, Request
+from hybridflow.engines.rollout.base import NO_VERSION, Completion, EngineParameters, InFlight, Part, Request
 from hybridflow.engines.rollout.inflight import DTYPES, Response, drawing_seed, end_token_ids, open_response
 from hybridflow.engines.rollout.sampling import draw, sampler_log_probs
 from hybridflow.utils.errors import EngineError, StateError
@@ -95,7 +95,8 @@ class HFEngine:
         self._eos_token_ids = end_token_ids(model_path) if eos_token_ids is None else eos_token_ids
         self._max_model_len = config.max_model_len or max_prompt_tokens + max_response_tokens
         self._max_num_seqs = config.max_num_seqs
-        self._version = -1
+        self._version = NO_VERSION
+        self._announcement = self._announced = -1
         self._asleep: set[str] = set()
         self._waiting: list[_Row] = []
         self._cohorts: list[_Cohort] = []
@@ -110,6 +111,15 @@ class HFEngine:
     def version(self) -> int:
         """Weight version that tokens are sampled from; -1 before the first publish."""
         return self._version
+
+    @property
+    def announced(self) -> int:
+        """The number announced before the last step; -1: none yet."""
+        return self._announced
+
+    def announce(self, number: int) -> None:
+        """Leaves a number for ``announced``."""
+        self._announcement = number
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests for the next step. Raises EngineError, and queues none, where one can not be served."""
@@ -143,6 +153,7 @@ class HFEngine:
         self._require_awake("step", *TAGS)
         if self._version < 0:
             raise StateError("step: the engine holds no published weights; call weights_written(version) first")
+        self._announced = self._announcement
         done, self._over = self._over, []
         room = self._max_num_seqs - sum(len(cohort.rows) for cohort in self._cohorts)
         admitted, self._waiting = self._waiting[:room], self._waiting[room:]
@@ -195,13 +206,18 @@ class HFEngine:
         )
         return EngineParameters(parts, {part.hf_name: part.hf_name for part in parts})
 
-    def weights_written(self, version: int) -> None:
-        """Tells the engine that its parameters now hold ``version``; running requests are prefilled again."""
+    def weights_written(self, version: int, in_flight: InFlight = "recompute") -> None:
+        """Tells the engine that its parameters hold ``version`` (-1: none), and what becomes of running requests."""
         self._require_awake("weights_written", "weights")
         if version < NO_VERSION:
             raise EngineError(f"weights_written: version {version} must be 0 or more, or {NO_VERSION} for none")
-        self.clear_caches()
         self._version = version
+        if version == NO_VERSION or in_flight == "keep":
+            return
+        if in_flight == "abort":
+            running = [row.response.request.request_id for cohort in self._cohorts for row in cohort.rows]
+            self._over += self.cancel(running)
+        self.clear_caches()
 
     def clear_caches(self) -> None:
         """Drops every key-value cache; running requests go back in front of the queue, in their order."""

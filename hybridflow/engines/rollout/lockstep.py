@@ -3,7 +3,8 @@
 Ranks of a tensor-parallel engine schedule for themselves and meet only inside the forward pass. Another order of
 requests on one rank gives no error there, only wrong numbers, and another number of rows hangs in a shared-memory
 reduction that no timeout covers. So every rank hashes what it was told and what it sampled, and the group compares
-hashes *before* each forward, over a gloo group of its own.
+hashes *before* each forward, over a gloo group of its own. The same message carries a number of the first rank, so that
+all of them know it after one and the same step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor
 from hybridflow.utils.errors import EngineError
 
 _DIGEST_BYTES = 16
-_MESSAGE_BYTES = 239
+_NOTE_BYTES = 8
+_MESSAGE_BYTES = 231
+_HEAD_BYTES = 1 + _DIGEST_BYTES + _NOTE_BYTES
 _RUNNING, _FAILED = 0, 1
 
 
@@ -44,6 +47,10 @@ class Lockstep:
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         self._last_word: tuple[dist.Work, list[Tensor]] | None = None
         self._broken = ""
+        self.note = -1
+        """A number for the others; what counts is the first rank's."""
+        self.heard = -1
+        """The first rank's note at the last comparison."""
 
     def record(self, *facts: object) -> None:
         """Adds to what the group has to agree on; ``repr`` of equal facts must be equal on every rank."""
@@ -77,6 +84,7 @@ class Lockstep:
         if failed:
             told = "; ".join(f"rank {rank}: {_message(answer)}" for rank, answer in failed.items())
             raise EngineError(f"a tensor-parallel peer failed in its step: {told}")
+        self.heard = int.from_bytes(spoken[self.ranks[0]][1 + _DIGEST_BYTES : _HEAD_BYTES], "little", signed=True)
         camps: dict[bytes, list[int]] = {}
         for rank, answer in spoken.items():
             camps.setdefault(answer[1 : 1 + _DIGEST_BYTES], []).append(rank)
@@ -96,11 +104,12 @@ class Lockstep:
 
     def _answer(self, status: int, message: str) -> Tensor:
         text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        return torch.tensor(list(bytes([status]) + self._hash.digest() + text), dtype=torch.uint8)
+        note = self.note.to_bytes(_NOTE_BYTES, "little", signed=True)
+        return torch.tensor(list(bytes([status]) + self._hash.digest() + note + text), dtype=torch.uint8)
 
     def _new_answers(self) -> list[Tensor]:
-        return [torch.empty(1 + _DIGEST_BYTES + _MESSAGE_BYTES, dtype=torch.uint8) for _ in self.ranks]
+        return [torch.empty(_HEAD_BYTES + _MESSAGE_BYTES, dtype=torch.uint8) for _ in self.ranks]
 
 
 def _message(answer: bytes) -> str:
-    return answer[1 + _DIGEST_BYTES :].rstrip(b"\0").decode(errors="replace")
+    return answer[_HEAD_BYTES:].rstrip(b"\0").decode(errors="replace")

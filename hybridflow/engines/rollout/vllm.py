@@ -35,10 +35,10 @@ from vllm.version import __version__ as vllm_version
 
 from hybridflow.config.actor import RolloutConfig
 from hybridflow.engines.rollout import vllm_cpu, vllm_cpu_kernels
-from hybridflow.engines.rollout.base import NO_VERSION, Completion, EngineParameters, Request
+from hybridflow.engines.rollout.base import NO_VERSION, Completion, EngineParameters, InFlight, Request
 from hybridflow.engines.rollout.inflight import DTYPES, Response, drawing_seed, end_token_ids, open_response
 from hybridflow.engines.rollout.lockstep import Lockstep
-from hybridflow.engines.rollout.vllm_parameters import check_names, engine_parameters
+from hybridflow.engines.rollout.vllm_parameters import check_loader, check_names, engine_parameters
 from hybridflow.utils.errors import EngineError, StateError
 
 T = TypeVar("T")
@@ -152,13 +152,15 @@ class VLLMEngine:
                 self._repack = _nothing
         self._core = self._engine.engine_core
         self._lockstep = Lockstep(tp, lockstep_timeout_s) if tp > 1 else None
-        self._parameters = engine_parameters(self._model())
-        check_names(self._parameters, model_path)
+        parameters = engine_parameters(self._model())
+        check_names(parameters, model_path)
+        check_loader(self._model(), parameters)
         self._can_release = bool(arguments["enable_sleep_mode"])
         self._eos_token_ids = end_token_ids(model_path) if eos_token_ids is None else eos_token_ids
         self._vocab_size = hf_config.vocab_size
         self._max_model_len = max_model_len
-        self._version = -1
+        self._version = NO_VERSION
+        self._announcement = self._announced = -1
         self._asleep: set[str] = set()
         self._closed = False
         self._pending: list[Response] = []
@@ -174,6 +176,15 @@ class VLLMEngine:
     def version(self) -> int:
         """Weight version that tokens are sampled from; -1 before the first publish and after a deep sleep."""
         return self._version
+
+    @property
+    def announced(self) -> int:
+        """The first rank's number as of the last step, the same on every rank of the engine; -1: none yet."""
+        return self._announced
+
+    def announce(self, number: int) -> None:
+        """Leaves a number that all ranks shall know after the same step; with tp > 1 only the first rank is heard."""
+        self._announcement = number
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests for the next step. Raises EngineError, and queues none, where one can not be served."""
@@ -214,8 +225,11 @@ class VLLMEngine:
         if self._version < 0:
             raise StateError("step: the engine holds no published weights; call weights_written(version) first")
         self._guarded(self._admit)
+        self._announced = self._announcement
         if self._lockstep is not None:
+            self._lockstep.note = self._announcement
             self._lockstep.agree()
+            self._announced = self._lockstep.heard
         return self._guarded(self._advance)
 
     def cancel(self, request_ids: Sequence[str]) -> list[Completion]:
@@ -262,21 +276,28 @@ class VLLMEngine:
         self._asleep -= set(asleep)
 
     def parameters(self) -> EngineParameters:
-        """Writable views of what this rank stores; the same storage as long as the engine lives."""
+        """Writable views of what this rank computes with, looked up in the model now."""
         self._require_awake("parameters", "weights")
-        return self._parameters
+        return engine_parameters(self._model())
 
-    def weights_written(self, version: int) -> None:
-        """Tells the engine that ``parameters()`` now hold ``version``: repacks, drops every cache.
+    def weights_written(self, version: int, in_flight: InFlight = "recompute") -> None:
+        """Tells the engine that ``parameters()`` now hold ``version``: repacks, drops or keeps caches.
 
-        Running requests are computed again from their tokens at the next step and go on with the new weights.
+        Running requests are computed again from their tokens at the next step, or go on with the old keys and values,
+        or are handed out by the next step. Version -1: the parameters are about to change.
         """
         self._require_awake("weights_written", "weights")
         if version < NO_VERSION:
             raise EngineError(f"weights_written: version {version} must be 0 or more, or {NO_VERSION} for none")
-        self._version = -1  # until all of it worked, neither the old nor the new version is true
+        self._version = NO_VERSION  # until all of it worked, neither the old nor the new version is true
+        if version == NO_VERSION:
+            return
         self._repack()
-        self.clear_caches()
+        self._record("in flight", in_flight)
+        if in_flight == "abort":
+            self._over += self.cancel(list(self._running))
+        if in_flight != "keep":  # blocks that are kept are never shared: their salt is the old version
+            self.clear_caches()
         self._engine.set_weight_version(str(version))
         self._record("weights", version)
         self._version = version
@@ -355,7 +376,9 @@ class VLLMEngine:
             logprobs=0,
             detokenize=False,
         )
-        prompt = TokensPrompt(prompt_token_ids=[*request.prompt_ids, *response.token_ids])
+        prompt = TokensPrompt(
+            prompt_token_ids=[*request.prompt_ids, *response.token_ids], cache_salt=f"version {self._version}"
+        )
         given = self._engine.input_processor.process_inputs(
             request.request_id, prompt, parameters, supported_tasks=self._engine.get_supported_tasks()
         )

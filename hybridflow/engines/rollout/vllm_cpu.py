@@ -9,6 +9,8 @@ slices cannot be written. ``building`` replaces the dispatcher that does so, for
 ``padded``   plain weights, rows of every matmul padded to 16: log-probs do not depend on the batch by a bit
 ``plain``    plain weights
 ===========  ========================================================================================================
+
+Experts are always kept plain.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import vllm.model_executor.layers.utils as vllm_gemm
 from torch import Tensor, nn
 from torch.nn import functional
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.version import __version__ as vllm_version
 
@@ -113,13 +116,17 @@ def building(gemm: str, *, distributed: bool) -> Iterator[CpuWeights]:
         (SHARED_MEMORY / f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
         return handle
 
+    experts: Any = CPUUnquantizedExperts
+    pack_experts = experts.process_weights_after_loading
     vllm_gemm.dispatch_cpu_unquantized_gemm = weights.dispatch
+    experts.process_weights_after_loading = _keep_experts
     _CPUSHMDistributed.make_group_name = staticmethod(own_group_name)
     _CPUSHMDistributed._init_cpu_shm = init_shm_and_unlink
     try:
         yield weights
     finally:
         vllm_gemm.dispatch_cpu_unquantized_gemm = weights._pack
+        experts.process_weights_after_loading = pack_experts
         _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
         _CPUSHMDistributed._init_cpu_shm = init_shm
         torch.set_num_threads = set_num_threads  # vLLM replaces it by a no-op, for the trainer in this process too
@@ -140,6 +147,48 @@ def padded_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         return functional.linear(x, weight, bias)
     padded = functional.pad(x.reshape(rows, x.shape[-1]), (0, 0, 0, missing))
     return functional.linear(padded, weight, bias)[:rows].reshape(*x.shape[:-1], -1)
+
+
+def _keep_experts(experts: Any, layer: nn.Module) -> None:
+    """Stands in for vLLM's packing of a layer's experts: they stay plain, and ``plain_experts`` computes with them."""
+    del layer
+    if experts.w1_bias is not None or experts.w2_bias is not None:
+        raise EngineError("experts with biases are not supported by vLLM rollout on CPU; use rollout.name=hf")
+    experts.apply = plain_experts
+
+
+def plain_experts(
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    *,
+    apply_router_weight_on_input: bool,
+    **unused: Any,
+) -> None:
+    """Fills ``output`` ``[n, D]`` with the weighted sum of each token's experts, one expert after the other.
+
+    Args:
+        hidden_states: ``[n, D]``.
+        w1: ``[experts, gate | up, D]``.
+        w2: ``[experts, D, inner]``.
+        topk_weights: ``[n, k]`` weight of each chosen expert.
+        topk_ids: ``[n, k]`` its number.
+        activation: what is applied to the gate.
+        unused: what other kernels need (scales, workspaces).
+    """
+    del unused
+    if activation.value != "silu" or apply_router_weight_on_input:
+        raise EngineError(f"experts with activation {activation.value!r} are not supported by vLLM rollout on CPU")
+    output.zero_()
+    for number in topk_ids.unique().tolist():
+        rows, place = torch.where(topk_ids == number)
+        gate, up = padded_linear(hidden_states[rows], w1[number]).chunk(2, dim=-1)
+        done = padded_linear(functional.silu(gate) * up, w2[number])
+        output.index_add_(0, rows, done * topk_weights[rows, place, None].to(done.dtype))
 
 
 def kv_cache_bytes(*, bytes_per_token: int, max_model_len: int, max_num_seqs: int) -> int:

@@ -2,23 +2,26 @@
 
 vLLM fuses q, k, v into ``qkv_proj`` and gate, up into ``gate_up_proj`` (each shard holds ``[q_r | k_r | v_r]``), cuts
 column-parallel weights on dim 0 and row-parallel ones on dim 1, cuts the vocabulary after padding it to a multiple of
-64, and copies norms. With more ranks than key-value heads, a head is stored by several ranks. All of it is read off the
-layers themselves; a layer that is not known here is an error, never a guess.
+64, copies norms, and stacks the experts of a layer. With more ranks than key-value heads, a head is stored by several
+ranks. All of it is read off the layers themselves; a layer that is not known here is an error, never a guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -26,6 +29,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from hybridflow.engines.rollout.base import EngineParameters, Part
 from hybridflow.utils.errors import EngineError
 
+MARKS = 251
+"""Values of a mark: few enough for 8 bits of mantissa, and prime, so that no usual slice length repeats them."""
+MARK_STEP = 2.0**-12
+"""Marks are as small as weights: an engine that is stepped with them does not overflow."""
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Names of the Hugging Face modules that a fused vLLM module holds, in its order."""
 
@@ -50,7 +57,7 @@ def engine_parameters(model: nn.Module) -> EngineParameters:
                     f"{name} ({type(module).__name__}) holds no plain weights, so slices cannot be written"
                 )
             for part in _layout(name, module)(module_name, module, leaf, parameter.data):
-                if part.hf_name in engine_names:
+                if engine_names.get(part.hf_name, name) != name:
                     raise EngineError(f"{part.hf_name} lies in both {engine_names[part.hf_name]} and {name}")
                 parts.append(part)
                 engine_names[part.hf_name] = name
@@ -81,6 +88,41 @@ def check_names(parameters: EngineParameters, model_path: str) -> None:
         raise EngineError(f"vLLM's layout of {type(model).__name__} is not understood: {'; '.join(sorted(problems))}")
 
 
+def check_loader(model: nn.Module, parameters: EngineParameters) -> None:
+    """Compares where ``parameters`` says that every element lies with where vLLM's own loader puts it.
+
+    Loads marks in place of weights, so it is for an engine whose weights are yet to be written; a rank alone calls it.
+
+    Raises:
+        EngineError: names every parameter whose elements lie elsewhere.
+    """
+    first = {part.hf_name: part for part in parameters.parts}
+    salts = {name: at for at, name in enumerate(first)}
+    whole = {name: tuple((0, length) for length in part.hf_shape) for name, part in first.items()}
+    loader: Any = model
+    with torch.no_grad():
+        loader.load_weights((name, _marks(whole[name], salts[name], part.view)) for name, part in first.items())
+    wrong = [
+        f"{parameters.engine_names[part.hf_name]} does not hold {part.hf_name} {part.hf_box} where its layout says"
+        for part in parameters.parts
+        if not torch.equal(part.view, _marks(part.hf_box, salts[part.hf_name], part.view))
+    ]
+    if wrong:
+        raise EngineError("vLLM's own loader puts weights elsewhere: " + "; ".join(wrong))
+
+
+def _marks(box: Sequence[tuple[int, int]], salt: int, like: Tensor) -> Tensor:
+    """A value for every element of ``box`` that depends on its place in the full parameter and on the parameter."""
+    total = torch.full((1,) * len(box), salt % MARKS, dtype=torch.int16, device=like.device)
+    for dim, (low, high) in enumerate(box):
+        at = torch.arange(low, high, device=like.device)
+        mixed = (at * (131, 17, 59)[dim] + at // MARKS * 37) % MARKS
+        shape = [1] * len(box)
+        shape[dim] = high - low
+        total = (total + mixed.to(torch.int16).view(shape)) % MARKS
+    return (total * MARK_STEP).to(like.dtype)
+
+
 Layout = Callable[[str, Any, str, Tensor], Iterator[Part]]
 """Parts of one parameter: (module's name, module of the layout's kind, parameter's own name, its storage)."""
 
@@ -90,8 +132,8 @@ def _layout(name: str, module: nn.Module) -> Layout:
         if isinstance(module, kind):
             return layout
     raise EngineError(
-        f"no layout is known for parameter {name} of module {type(module).__name__}; vLLM rollout supports dense "
-        "Llama, Mistral, Qwen2 and Qwen3 models, unquantised"
+        f"no layout is known for parameter {name} of module {type(module).__name__}; vLLM rollout supports "
+        "Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models, unquantised"
     )
 
 
@@ -148,6 +190,30 @@ def _vocabulary(module_name: str, module: VocabParallelEmbedding, leaf: str, dat
     yield _part(f"{module_name}.{leaf}", view, dim=0, start=shard.org_vocab_start_index, total=module.org_vocab_size)
 
 
+def _experts(module_name: str, module: RoutedExperts, leaf: str, data: Tensor) -> Iterator[Part]:
+    """``w13_weight`` is ``[experts, gate_r | up_r, d]``, ``w2_weight`` is ``[experts, d, n_r]``."""
+    method: Any = module.quant_method
+    config, backend = module.moe_config, method.unquantized_backend
+    if backend not in (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON) or config.ep_size > 1:
+        raise EngineError(
+            f"{module_name}.{leaf}: experts in the format of {backend} (expert parallel {config.ep_size}) cannot be "
+            "written slice by slice; use moe_backend=triton and no expert parallelism"
+        )
+    prefix = module_name.removesuffix(".routed_experts")
+    rank, tp, (experts, rows, width) = config.tp_rank, config.tp_size, data.shape
+    if leaf == "w2_weight":
+        box = ((0, experts), (0, rows), (rank * width, (rank + 1) * width))
+        yield Part(f"{prefix}.down_proj", data, box, (experts, rows, width * tp))
+        return
+    if leaf != "w13_weight":
+        raise EngineError(f"{module_name}.{leaf} is a parameter of experts whose layout is not known")
+    inner, own = rows // 2 * tp, rows // 2
+    for half in range(2):
+        start = half * inner + rank * own
+        box = ((0, experts), (start, start + own), (0, width))
+        yield Part(f"{prefix}.gate_up_proj", data.narrow(1, half * own, own), box, (experts, 2 * inner, width))
+
+
 def _replicated(module_name: str, module: nn.Module, leaf: str, data: Tensor) -> Iterator[Part]:
     del module
     yield _part(f"{module_name}.{leaf}", data, dim=0, start=0, total=data.shape[0])
@@ -168,5 +234,7 @@ _LAYOUTS: tuple[tuple[type[nn.Module], Layout], ...] = (
     (ColumnParallelLinear, _column),
     (RowParallelLinear, _row),
     (VocabParallelEmbedding, _vocabulary),
+    (ReplicatedLinear, _replicated),
+    (RoutedExperts, _experts),
     (RMSNorm, _replicated),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -37,3 +39,22 @@ def test_padded_rows_leave_a_linear_layer_what_it_is(rows: int) -> None:
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, 8), (5, 8), (5,)))
     torch.testing.assert_close(padded_linear(x, weight, bias), nn.functional.linear(x, weight, bias))
     assert padded_linear(x.reshape(rows, 1, 8), weight).shape == (rows, 1, 5)
+
+
+@pytest.mark.parametrize("swap", ["q_proj", "down_proj"])
+def test_a_layout_that_vllms_own_loader_does_not_follow_is_named(make_engine, folder, swap: str) -> None:
+    from hybridflow.engines.rollout.base import EngineParameters
+    from hybridflow.engines.rollout.vllm_parameters import check_loader
+
+    engine = make_engine(folder)
+    right = engine.parameters()
+    check_loader(engine._model(), right)
+    views = {part.hf_name: part.view for part in right.parts}
+    leaf = next(name for name in views if swap in name and name.endswith("weight")).partition("layers.0")[2]
+    one, other = f"model.layers.0{leaf}", f"model.layers.1{leaf}"
+    swapped = {one: views[other], other: views[one]}
+    wrong = EngineParameters(
+        tuple(replace(part, view=swapped.get(part.hf_name, part.view)) for part in right.parts), right.engine_names
+    )
+    with pytest.raises(EngineError, match=f"loader puts weights elsewhere: .*holds? {one}.*{other}"):
+        check_loader(engine._model(), wrong)

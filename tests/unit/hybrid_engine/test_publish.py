@@ -36,7 +36,7 @@ class Sides:
         self.told.append(version)
 
     def publisher(self, **settings):
-        return Publisher(self.shards, self.parameters(), self.written, **settings)
+        return Publisher(self.shards, self.parameters, self.written, **settings)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -47,7 +47,7 @@ def test_one_process_copies_in_place_and_sends_nothing(dtype):
         assert torch.equal(sides.storage[name], full.to(dtype))
     assert metrics["publish/bytes"] == metrics["publish/peak_extra_bytes"] == metrics["publish/bound_bytes"] == 0
     assert metrics["publish/local_bytes"] == sum(t.numel() for t in sides.full.values()) * dtype.itemsize
-    assert sides.told == [3]
+    assert sides.told == [NO_VERSION, 3]
 
 
 def test_every_misfit_is_named_with_both_shapes_before_anything_is_written():
@@ -75,7 +75,7 @@ def test_a_misfit_after_a_good_publish_leaves_the_generator_its_version():
     with pytest.raises(EngineError, match="shape: "):
         publisher.publish(1)
     assert publisher.version == 0
-    assert sides.told == [0]
+    assert sides.told == [NO_VERSION, 0]
     assert all(torch.equal(sides.storage[name], before[name]) for name in before)
 
 
@@ -85,14 +85,14 @@ def test_a_trainer_that_holds_only_half_of_a_parameter_is_refused():
     with pytest.raises(
         EngineError, match=r"incomplete: the trainer's ranks hold 12 of 24 elements of model.embed_tokens"
     ):
-        Publisher(lambda: half, sides.parameters(), sides.written).publish(0)
+        Publisher(lambda: half, sides.parameters, sides.written).publish(0)
 
 
 def test_a_shard_whose_tensor_is_not_its_box_is_refused():
     sides = Sides()
     wrong = [Shard(EMBED, sides.full[EMBED][:3], ((0, 6), (0, 4)), (6, 4)), sides.shards()[1]]
     with pytest.raises(EngineError, match=r"trainer rank 0 stores model.embed_tokens.weight as \[3, 4\]"):
-        Publisher(lambda: wrong, sides.parameters(), sides.written).publish(0)
+        Publisher(lambda: wrong, sides.parameters, sides.written).publish(0)
 
 
 def test_a_generator_of_another_dtype_than_agreed_is_refused():
@@ -115,10 +115,10 @@ def test_a_failure_midway_leaves_no_version_and_the_next_publish_succeeds():
         publisher.publish(1)
     assert isinstance(caught.value.__cause__, NotImplementedError)
     assert publisher.version == NO_VERSION
-    assert sides.told == [0, NO_VERSION]
+    assert sides.told == [NO_VERSION, 0, *3 * [NO_VERSION]]
     sides.full[WEIGHT] = good + 1
     publisher.publish(2)
-    assert sides.told == [0, NO_VERSION, 2]
+    assert sides.told[-2:] == [NO_VERSION, 2]
     assert torch.equal(sides.storage[WEIGHT], good + 1)
 
 
@@ -131,10 +131,10 @@ def test_a_generator_that_cannot_clear_its_caches_holds_no_version():
         if version >= 0 and refuse.pop():
             raise EngineError("the prefix cache was not reset")
 
-    publisher = Publisher(sides.shards, sides.parameters(), written)
+    publisher = Publisher(sides.shards, sides.parameters, written, attempts=1)
     with pytest.raises(EngineError, match="the prefix cache was not reset"):
         publisher.publish(0)
-    assert sides.told == [0, NO_VERSION]
+    assert sides.told == [NO_VERSION, 0, NO_VERSION]
     refuse.append(False)
     publisher.publish(1)
     assert publisher.version == 1
@@ -149,7 +149,7 @@ def test_a_trainer_that_cannot_give_its_shards_changes_nothing():
     with pytest.raises(
         EngineError, match="cannot start; nothing was written\nrank 0: RuntimeError: parameters are unsharded"
     ):
-        Publisher(shards, sides.parameters(), sides.written).publish(0)
+        Publisher(shards, sides.parameters, sides.written).publish(0)
     assert sides.told == []
 
 
@@ -181,7 +181,7 @@ def test_two_parameters_in_one_storage_are_found_by_the_checksums():
     sides.storage[HEAD] = sides.storage[EMBED]
     with pytest.raises(EngineError, match=f"(?s)comparing checksums.*{EMBED}.*on generator rank 0"):
         sides.publisher().publish(0)
-    assert sides.told == [NO_VERSION]
+    assert set(sides.told) == {NO_VERSION}
     sides.publisher(verify="never").publish(0)
 
 

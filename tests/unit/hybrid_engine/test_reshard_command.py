@@ -7,6 +7,7 @@ import json
 import pytest
 
 from hybridflow.cli.reshard import main
+from hybridflow.hybrid_engine.rules import RULES, ShardingRule
 from tests.tiny import save_tiny_model
 
 
@@ -62,6 +63,19 @@ def test_check_rehearses_with_the_models_own_weights(capsys, folder):
     assert "key_value in qkv_proj" in out.out
 
 
+SINKS = (*RULES["Qwen2ForCausalLM"], ShardingRule(pattern=r".*\.sinks", cut="query"))
+"""A user's own list, as the guide writes it."""
+
+
+def test_check_takes_the_users_own_rules(capsys, tmp_path, monkeypatch):
+    monkeypatch.delitem(RULES, "LlamaForCausalLM")
+    folder = save_tiny_model(tmp_path / "model", family="llama")
+    code, out = run(capsys, "check", "--model", str(folder), "--tp", "2")
+    assert code == 2 and "no sharding rules for the architecture 'LlamaForCausalLM'" in out.err
+    code, out = run(capsys, "check", "--model", str(folder), "--tp", "2", "--rules", f"{__name__}:SINKS")
+    assert code == 0 and out.out.count("bit for bit") == 3
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -71,7 +85,7 @@ def test_check_rehearses_with_the_models_own_weights(capsys, folder):
         (["--model", "qwen2.5-7b", "--train", "dp_shard=8", "--rollout", "tp=8"], "28 query heads over tp=8"),
         (
             ["--model", "qwen2.5-7b", "--train", "dp_shard=2", "tp=2", "--rollout", "tp=2", "--order", "permuted"],
-            "--order permuted is for trainers without tensor parallelism",
+            "--order permuted is for trainers with data parallelism alone, not tp=2",
         ),
     ],
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import get_args
 
 from hybridflow.config import choices
+from hybridflow.engines.rollout.base import InFlight
 from hybridflow.engines.rollout.environment import unset, variables
 from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
 from hybridflow.utils.optional import load
@@ -22,6 +24,7 @@ def test_names_and_variables_are_known_without_torch() -> None:
 def test_the_registry_holds_the_allowed_names() -> None:
     assert tuple(ROLLOUT_ENGINES) == choices.ROLLOUT_ENGINES
     assert load(ROLLOUT_ENGINES["hf"]).__name__ == "HFEngine"
+    assert get_args(InFlight) == choices.IN_FLIGHT
 
 
 def test_only_a_cpu_vllm_turns_the_compiler_off() -> None:
