@@ -6,6 +6,7 @@ only times, speeds and memory may differ. Synchronous trainer, CPU, same ranks a
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,6 +115,8 @@ def assert_same_end(whole: Path, resumed: Path) -> None:
         differing = {name: (one.get(name), two.get(name)) for name in {*one, *two} if one.get(name) != two.get(name)}
         assert not differing, f"step {one['step']}"
     last = f"global_step_{STEPS}"
+    alarms = [json.loads((folder / last / "trainer_state.json").read_text())["alarms"] for folder in (whole, resumed)]
+    assert alarms[0] == alarms[1] and alarms[0]["first_entropies"], "what the warnings remember is not the same"
     for role in [path.name for path in (whole / last).iterdir() if path.is_dir()]:
         one, two = tensors(whole / last / role), tensors(resumed / last / role)
         assert one.keys() == two.keys() and any(name.startswith("optim/") for name in one)

@@ -96,10 +96,18 @@ OTHER_DATAFLOWS = {
         f"reward.custom_reward_function.path={INTEGRATION / 'reward_with_cost.py'}",
     ),
     "remax": ("algorithm.adv_estimator=remax",),
+    "ppo-ptx with the exact KL on two ranks": (
+        "algorithm.ptx_coef=0.1",
+        f"algorithm.ptx_files=[{INTEGRATION / 'text.txt'}]",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.kl_loss_type=full",
+    ),
 }
 LEAVES = {
     "safe-rlhf": ("safe_rlhf/multiplier", "safe_rlhf/cost/mean", "timing_s/update_cost_critic"),
     "remax": ("critic/advantages/mean",),
+    "ppo-ptx with the exact KL on two ranks": ("actor/ptx_loss", "actor/kl_loss"),
 }
 
 
