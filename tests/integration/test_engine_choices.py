@@ -65,6 +65,14 @@ def test_a_step_reports_what_it_cost(tmp_path):
         assert step[f"perf/max_memory_gb/{phase}"] > 0.05
 
 
+def test_what_only_gpus_have_is_said_before_anything_starts(tmp_path):
+    options = {f"{MODEL}.use_liger": True, f"{MODEL}.enable_activation_offload": True, "trainer.device": "cpu"}
+    config = small_config(tmp_path, **options)
+    found = {finding.what: finding.level for finding in check_machine(config, plan_run(config))}
+    assert found[f"{MODEL}.use_liger"] == "error"
+    assert found[f"{MODEL}.enable_activation_offload"] == "warning"
+
+
 def test_compilation_on_a_cpu_is_refused_before_anything_starts(tmp_path):
     config = small_config(tmp_path, **{f"{ACTOR}.use_torch_compile": True, "trainer.device": "cpu"})
     errors = [finding for finding in check_machine(config, plan_run(config)) if finding.level == "error"]

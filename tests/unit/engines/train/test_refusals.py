@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
 
+from hybridflow.config.model import FSDPConfig, ModelConfig
+from hybridflow.engines.train.parallelize import refuse_unsupported
 from hybridflow.engines.train.pipeline import _one_forward_one_backward
+from hybridflow.models.liger import use_liger
+from hybridflow.models.load import empty_causal_lm
 from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils.errors import ConfigError
 from tests.invariants.training_steps import Case, build
 from tests.ranks import RankError, run_ranks
 from tests.tiny import save_tiny_model
@@ -35,6 +41,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_impossible_layouts_say_why(folder: str, dims: ParallelDims, options: dict[str, Any], match: str) -> None:
     with pytest.raises(RankError, match=match):
         run_ranks(dims.world, attempt, Case(folder, dims=dims, **options))
+
+
+def test_liger_kernels_are_refused_where_they_cannot_run(folder: str) -> None:
+    with pytest.raises(ConfigError, match="liger's kernels run on GPUs, and this is cpu"):
+        build(Case(folder, model={"use_liger": True}))
+    with pytest.raises(ConfigError, match="take no weights cut over tp 2"):
+        refuse_unsupported(ParallelDims(tp=2), ModelConfig(use_liger=True), FSDPConfig(), device="cuda:0")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
+def test_missing_liger_kernels_are_named_with_the_extra_that_brings_them(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"needs the package liger-kernel \(hybridflow\[liger\]\)"):
+        use_liger(empty_causal_lm(folder))
 
 
 def test_a_world_of_another_size_is_named(folder: str) -> None:
