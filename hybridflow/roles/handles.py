@@ -66,8 +66,8 @@ class Handle:
         lengths = (prompts + batch["response_length"]).tolist()
         if self._together == 1:
             return balanced_order(lengths, parts=self._parts, block_rows=block_rows)
-        costs = shared_costs(lengths, prompts.tolist(), together=self._together)
-        return balanced_groups(costs, self._together, parts=self._parts, block_rows=block_rows)
+        size = self._together
+        return shared_order(lengths, prompts.tolist(), together=size, parts=self._parts, block_rows=block_rows)
 
     def save_checkpoint(self, folder: str) -> Pending[None]:
         """Writes the role's state into ``folder`` on every rank."""
@@ -198,13 +198,36 @@ def balanced_order(lengths: Sequence[int], *, parts: int, block_rows: int) -> to
     Every block of ``block_rows`` rows gives each chunk equally many rows of equal cost (batch/balance.py), so each
     mini-batch is balanced by itself. None where counts do not divide: rows then keep their order.
     """
-    return balanced_groups([row_cost(length) for length in lengths], 1, parts=parts, block_rows=block_rows)
+    return _balanced([row_cost(length) for length in lengths], 1, parts=parts, block_rows=block_rows)
 
 
-def balanced_groups(costs: Sequence[int], size: int, *, parts: int, block_rows: int) -> torch.Tensor | None:
-    """``balanced_order`` of groups of ``size`` neighbouring rows that stay together; ``costs`` are the groups'."""
+def shared_order(
+    lengths: Sequence[int], prompts: Sequence[int], *, together: int, parts: int, block_rows: int
+) -> torch.Tensor | None:
+    """``balanced_order`` in which every ``together`` neighbouring rows, which share their prompt, stay neighbours.
+
+    None also where the rows, or those of a block, are no whole groups.
+    """
+    if len(lengths) % together or block_rows % together:
+        return None
+    costs = shared_costs(lengths, prompts, together=together)
+    return _balanced(costs, together, parts=parts, block_rows=block_rows)
+
+
+def shared_costs(lengths: Sequence[int], prompts: Sequence[int], *, together: int) -> list[int]:
+    """Cost of every ``together`` neighbouring rows whose prompt is encoded once.
+
+    ``L (12 d + L)`` of a row is that of its prompt plus that of its response with the pairs between them.
+    """
+    groups = range(0, len(lengths), together)
+    whole = [sum(row_cost(length) for length in lengths[start : start + together]) for start in groups]
+    return [cost - (together - 1) * row_cost(prompts[start]) for cost, start in zip(whole, groups, strict=True)]
+
+
+def _balanced(costs: Sequence[int], size: int, *, parts: int, block_rows: int) -> torch.Tensor | None:
+    """The order of rows in groups of ``size`` neighbours that cost ``costs``."""
     groups, per_block = len(costs), block_rows // size
-    if block_rows % size or groups % parts or per_block % parts or groups % per_block:
+    if groups % parts or per_block % parts or groups % per_block:
         return None
     chunks: list[list[int]] = [[] for _ in range(parts)]
     for start in range(0, groups, per_block):
@@ -212,18 +235,6 @@ def balanced_groups(costs: Sequence[int], size: int, *, parts: int, block_rows: 
         for chunk, group in zip(chunks, split, strict=True):
             chunk.extend((start + position) * size + row for position in group for row in range(size))
     return torch.tensor([row for chunk in chunks for row in chunk], dtype=torch.long)
-
-
-def shared_costs(lengths: Sequence[int], prompts: Sequence[int], *, together: int) -> list[int]:
-    """Cost of every ``together`` neighbouring rows whose prompt is encoded once; a last, smaller group counts as one.
-
-    ``L (12 d + L)`` of a row is that of its prompt plus that of its response with the pairs between them.
-    """
-    found = []
-    for start in range(0, len(lengths), together):
-        rows = range(start, min(start + together, len(lengths)))
-        found.append(sum(row_cost(lengths[row]) for row in rows) - (len(rows) - 1) * row_cost(prompts[start]))
-    return found
 
 
 def numbered(batch: Batch) -> Batch:

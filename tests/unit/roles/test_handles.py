@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridflow.batch.balance import row_cost
-from hybridflow.roles.handles import balanced_groups, balanced_order, combine_ranks, shared_costs
+from hybridflow.roles.handles import balanced_order, combine_ranks, shared_costs, shared_order
 
 
 def test_each_rank_gets_one_long_row_and_equally_many_rows():
@@ -31,11 +31,15 @@ def test_counts_that_do_not_divide_keep_the_order(rows, parts, block):
 
 def test_rows_of_a_shared_prompt_stay_together_and_groups_are_balanced():
     lengths, prompts = [9, 8, 3, 3, 3, 3, 9, 8], [2] * 8
-    order = balanced_groups(shared_costs(lengths, prompts, together=2), 2, parts=2, block_rows=8)
+    order = shared_order(lengths, prompts, together=2, parts=2, block_rows=8)
     chunks = [chunk.tolist() for chunk in order.chunk(2)]
     assert all(chunk[0] % 2 == 0 and chunk[1] == chunk[0] + 1 for rows in chunks for chunk in (rows[:2], rows[2:]))
     assert sorted(len({0, 6} & set(rows)) for rows in chunks) == [1, 1]
-    assert balanced_groups([1] * 3, 2, parts=2, block_rows=6) is None, "three groups over two ranks"
+
+
+@pytest.mark.parametrize(("rows", "block"), [(6, 6), (7, 8), (8, 3)])
+def test_groups_that_do_not_divide_keep_the_order(rows, block):
+    assert shared_order([3] * rows, [2] * rows, together=2, parts=2, block_rows=block) is None
 
 
 def test_a_shared_prompt_costs_once_and_its_pairs_with_every_response_count():
