@@ -4,8 +4,9 @@
 
 Every variant runs in a process of its own (they hold weights differently), variants take turns within a repeat, and
 each process generates once to warm up and once measured. All run the same prompts, seeds and token counts (end tokens
-are ignored). Printed per variant: tokens per second of wall time and of process CPU time, one number per repeat. The
-weights are whatever the backend starts with: speed does not depend on them.
+are ignored). Printed per variant: tokens per second of wall time and of process CPU time, one number per repeat; then
+the CPU seconds of what a training step asks of the generator: new weights written in float32, made usable (packed
+GEMM: packed again), and the rows generated. The weights are random: speed does not depend on them.
 """
 
 from __future__ import annotations
@@ -56,22 +57,37 @@ def main() -> None:
     for variant, runs in found.items():
         for unit in ("wall", "cpu"):
             print(f"{variant:8s} tokens per {unit} second: " + " ".join(f"{run[unit]:9.0f}" for run in runs))
+    for variant, runs in found.items():
+        parts = [
+            f"{sorted(run[part] for run in runs)[len(runs) // 2]:8.3f}"
+            for part in ("write", "ready", "generate", "step")
+            if part in runs[0]
+        ]
+        if parts:
+            print(f"{variant:8s} CPU s, median: write, make ready, generate, together: " + " ".join(parts))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
     """Tokens per second of wall time and of CPU time of one variant, in this process."""
     rows, tokens = arguments.rows, arguments.tokens
     prompts = [[4 + (i * 31 + j * 7) % 40 for j in range(arguments.prompt_tokens)] for i in range(rows)]
-    run = stock(arguments, prompts) if arguments.one == "stock" else ours(arguments, prompts)
+    run, publish = (stock(arguments, prompts), None) if arguments.one == "stock" else ours(arguments, prompts)
+    if publish is not None:
+        publish(0)
     run(0)
+    phases = publish(1) if publish is not None else {}
     wall, cpu = time.perf_counter(), time.process_time()
     count = run(1)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     assert count == rows * tokens, f"{count} tokens in place of {rows * tokens}"
-    return {"wall": count / wall, "cpu": count / cpu}
+    if phases:
+        phases |= {"generate": cpu, "step": sum(phases.values()) + cpu}
+    return {"wall": count / wall, "cpu": count / cpu, **phases}
 
 
 def ours(arguments: argparse.Namespace, prompts: list[list[int]]):
+    import torch
+
     from hybridflow.config.actor import RolloutConfig
     from hybridflow.engines.rollout.base import Request, SamplingParams, generate
     from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
@@ -88,7 +104,9 @@ def ours(arguments: argparse.Namespace, prompts: list[list[int]]):
         tp=1,
         device=arguments.device,
     )
-    engine.weights_written(0)
+    parts = engine.parameters().parts
+    generator = torch.Generator().manual_seed(1)
+    sources = [0.02 * torch.randn(part.view.shape, generator=generator) for part in parts]
     sampling = SamplingParams(max_tokens=arguments.tokens, ignore_eos=True)
 
     def run(turn: int) -> int:
@@ -99,7 +117,15 @@ def ours(arguments: argparse.Namespace, prompts: list[list[int]]):
         ]
         return sum(len(done.token_ids) for done in generate(engine, requests))
 
-    return run
+    def publish(version: int) -> dict[str, float]:
+        started = time.process_time()
+        for part, source in zip(parts, sources, strict=True):
+            part.view.copy_(source)
+        written = time.process_time()
+        engine.weights_written(version)
+        return {"write": written - started, "ready": time.process_time() - written}
+
+    return run, publish
 
 
 def stock(arguments: argparse.Namespace, prompts: list[list[int]]):

@@ -272,8 +272,9 @@ class RolloutConfig(Section):
 class ActorRolloutRefConfig(Section):
     """Policy: model, actor, reference, rollout."""
 
-    hybrid_engine: Annotated[bool, Only(True, "actor and rollout share their devices")] = True
-    """Kept for existing scripts: actor and rollout share devices."""
+    hybrid_engine: bool = True
+    """Kept for existing scripts: False asks for a pool of trainer.pools that hosts rollout, which alone decides whether
+    actor and rollout share devices."""
     nccl_timeout: PositiveInt = 600
     """Seconds of a collective's deadline."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -164,7 +164,7 @@ def _needs_of_algorithms(config: PPOConfig) -> Iterator[Problem]:
 
 def _pools(config: PPOConfig) -> Iterator[Problem]:
     seen: dict[str, str] = {}
-    playing = {"critic": config.needs_critic, "reference": config.needs_reference, "reward": True}
+    playing = {"rollout": True, "critic": config.needs_critic, "reference": config.needs_reference, "reward": True}
     reads = ("algorithm.adv_estimator", "critic.enable", "algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
     for name, pool in config.trainer.pools.items():
         key = f"trainer.pools.{name}.roles"
@@ -173,7 +173,7 @@ def _pools(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(key=f"trainer.pools.{name}", text=text, fix="Give the pool another name.")
         if not pool.roles:
             text = "hosts nobody: its slots would stand idle"
-            yield Problem(key=key, given="[]", text=text, fix="Name roles of: critic, reference, reward.")
+            yield Problem(key=key, given="[]", text=text, fix="Name roles of: rollout, critic, reference, reward.")
         for role in pool.roles:
             if role in seen:
                 text = f"{role} already lives in trainer.pools.{seen[role]}"
@@ -182,6 +182,23 @@ def _pools(config: PPOConfig) -> Iterator[Problem]:
                 text = f"this dataflow has no {role}: its slots would stand idle"
                 yield Problem(key=key, given=show(pool.roles), text=text, fix="Remove the pool.", reads=reads)
             seen.setdefault(role, name)
+    yield from _generator_apart(config)
+
+
+def _generator_apart(config: PPOConfig) -> Iterator[Problem]:
+    """What a generator on devices of its own needs."""
+    if config.rollout_shares_devices:
+        if not config.actor_rollout_ref.hybrid_engine:
+            text = "means a generator on its own devices, and no pool hosts it"
+            fix = "Set trainer.pools.rollout.slots=[N] and trainer.pools.rollout.roles=[rollout]."
+            key, reads = "actor_rollout_ref.hybrid_engine", ("trainer.pools",)
+            yield Problem(key=key, given="False", text=text, fix=fix, reads=reads)
+        return
+    if config.trainer.controller == "local" and 1 in (config.world_of("actor"), config.world_of("rollout")):
+        text = "runs a pool of one slot inside the driver, where it cannot exchange weights with another pool"
+        fix = "Use trainer.controller=ray, or two slots or more in each pool."
+        reads = (*_device_keys(config, "actor"), *_device_keys(config, "rollout"))
+        yield Problem(key="trainer.controller", given="local", text=text, fix=fix, reads=reads)
 
 
 def _batch_sizes(config: PPOConfig) -> Iterator[Problem]:
@@ -283,11 +300,11 @@ def _device_keys(config: PPOConfig, role: str) -> tuple[str, ...]:
 
 def _layouts(config: PPOConfig) -> Iterator[Problem]:
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    world, tp = config.world_of("actor"), rollout.tensor_model_parallel_size
-    devices = _device_keys(config, "actor")
+    world, tp = config.world_of("rollout"), rollout.tensor_model_parallel_size
+    devices = _device_keys(config, "rollout")
     key = f"{ROLLOUT}.tensor_model_parallel_size"
     if world % tp:
-        text = f"does not divide the number of devices, {world} (trainer.nnodes x trainer.n_gpus_per_node)"
+        text = f"does not divide the number of devices, {world} ({' x '.join(devices)})"
         yield Problem(key=key, given=show(tp), text=text, fix=f"Use {divisor_near(world, tp)}.", reads=devices)
     elif rollout.data_parallel_size not in (1, world // tp):
         text = f"{world} devices with {key}={tp} make {world // tp} replicas"

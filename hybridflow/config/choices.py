@@ -99,5 +99,5 @@ REJECTIONS = (
 BYPASS_LOSSES = ("ppo_clip", "reinforce")
 GUARD_ACTIONS = ("warn", "fallback", "stop")
 EXHAUSTED_ACTIONS = ("train", "skip", "error")
-POOL_ROLES = ("critic", "reference", "reward")
-"""Roles that may have a pool of their own; actor and rollout share the main one."""
+POOL_ROLES = ("rollout", "critic", "reference", "reward")
+"""Roles that may have a pool of their own; the actor lives in the main one, and so does every role not named."""

@@ -67,7 +67,7 @@ def _policy() -> Iterator[Rule]:
     yield taken(f"{model}.use_fused_kernels", "log-probs and entropy never hold all logits in float32", None)
     yield taken(f"{model}.fused_kernel_options.impl_backend", "log-probs are one torch function", ("torch", "triton"))
     yield renamed(f"{model}.torch_dtype", f"{POLICY}.actor.fsdp_config.model_dtype")
-    yield taken(f"{model}.lora.merge", "the generator always gets merged weights; remove the key", (True,))
+    yield renamed(f"{model}.lora.merge", f"{model}.lora_merge")
     for name in ("rank", "alpha"):
         yield renamed(f"{model}.lora.{name}", f"{model}.lora_{name}")
     for name in ("target_modules", "exclude_modules"):
@@ -212,6 +212,10 @@ def _foreign() -> Iterator[Rule]:
     yield taken("distillation.enabled", "use algorithm and reward settings: there is no teacher model", (False,))
     yield refused("distillation.**", "use algorithm and reward settings: there is no teacher model")
     yield refused("npu.**", "use trainer.device=cpu or cuda")
+    own = "use trainer.pools.rollout.slots=[N] and trainer.pools.rollout.roles=[rollout]"
+    for at in ("rollout", f"{POLICY}.rollout"):
+        for name in ("nnodes", "n_gpus_per_node"):
+            yield taken(f"{at}.{name}", own, (0,))
     yield refused("async_training.**", "use trainer.pools: calls of roles on different devices overlap")
     yield taken("model_engine", ENGINE, ("dp",))
 

@@ -53,8 +53,16 @@ class ModelConfig(Section):
     """Pattern of modules that get none."""
     lora_adapter_path: str | None = None
     """Adapter folder to start from."""
+    lora_merge: bool = True
+    """Whether the actor adds its adapters in before weights travel, so that every adapted weight moves. False: only
+    adapters move, and the generator merges them into a copy of the base that it keeps."""
     use_liger: bool = False
     """Whether liger kernels replace HF's on GPU."""
+
+    @property
+    def lora_scale(self) -> float:
+        """``s`` of ``W + s B A``."""
+        return self.lora_alpha / (self.lora_rank**0.5 if self.use_rslora else self.lora_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

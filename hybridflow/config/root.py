@@ -148,6 +148,11 @@ class PPOConfig(Section):
         """Name of the pool that hosts ``role``; ``main`` unless ``trainer.pools`` says otherwise."""
         return next((name for name, pool in self.trainer.pools.items() if role in pool.roles), "main")
 
+    @property
+    def rollout_shares_devices(self) -> bool:
+        """Whether actor and generator live in the same processes and take turns (the 3D-HybridEngine)."""
+        return self.pool_of("rollout") == self.pool_of("actor")
+
     def world_of(self, role: str) -> int:
         """Slots of the pool that hosts ``role``."""
         name = self.pool_of(role)

@@ -45,7 +45,7 @@ class PoolConfig(Section):
     slots: tuple[PositiveInt, ...] = (1,)
     """Slots per node."""
     roles: tuple[Annotated[str, OneOf(POOL_ROLES)], ...] = ()
-    """Roles hosted there: critic, reference, reward."""
+    """Roles hosted there: rollout (the generator on its own devices), critic, reference, reward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

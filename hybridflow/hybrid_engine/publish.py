@@ -75,6 +75,7 @@ class Publisher:
             ``always`` also compares the generator, before it is written, with what the last publish left there.
         ranks_per_node: ranks of one machine, consecutive; replicated slices come from inside it.
         attempts: tries of one publish, the first included.
+        wire: how bytes travel (``wires.KINDS``); None: what fits where the ranks sit.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Publisher:
         verify: str = "first",
         ranks_per_node: int | None = None,
         attempts: int = 2,
+        wire: str | None = None,
     ) -> None:
         if verify not in ("first", "always", "never"):
             raise EngineError(f"verify={verify!r} is unknown: use first, always or never")
@@ -97,8 +99,8 @@ class Publisher:
         self._parameters = parameters
         self._written = written
         self._group = group if group is not None or not dist.is_initialized() else dist.group.WORLD
-        self._rank = dist.get_rank(self._group) if self._group is not None else 0
-        self._world = dist.get_world_size(self._group) if self._group is not None else 1
+        self._rank = self._group.rank() if self._group is not None else 0
+        self._world = self._group.size() if self._group is not None else 1
         if self._world == 1:
             self._group = None
         self._rollout_dtype = _torch_dtype(rollout_dtype)
@@ -107,6 +109,7 @@ class Publisher:
         self._verify = verify
         self._ranks_per_node = ranks_per_node
         self._attempts = attempts
+        self._wire = wire
         self._ready: _Ready | None = None
         self._verified = False
         self._left: dict[tuple[str, Box], int] = {}
@@ -128,7 +131,8 @@ class Publisher:
             ``publish/ideal_bytes`` (least over all training layouts), ``publish/peak_extra_bytes`` (buckets),
             ``publish/rounds``, ``publish/messages``, ``publish/retries`` (tries beyond the first; the other numbers are
             the last try's), ``publish/seconds`` (of all tries) and its parts ``publish/plan_seconds``,
-            ``publish/move_seconds``, ``publish/verify_seconds``.
+            ``publish/move_seconds``, ``publish/verify_seconds``; of moving, what this thread did (``Moved.seconds``):
+            ``publish/pack_seconds``, ``publish/copy_seconds``, ``publish/wait_seconds``, ``publish/write_seconds``.
 
         Raises:
             EngineError: with every missing, extra or mis-shaped parameter (nothing was written); or with the rank and
@@ -141,7 +145,7 @@ class Publisher:
         planned = time.perf_counter() - started
         drifted = self._drifted(ready, side)
         self.version = NO_VERSION
-        self._together("taking the old version from the generator", lambda: self._written(NO_VERSION))
+        self.together("taking the old version from the generator", lambda: self._written(NO_VERSION))
         if drifted:
             raise EngineError(
                 "the generator's weights changed since the last publish, and not by one; it holds no version until the "
@@ -172,13 +176,13 @@ class Publisher:
         started = time.perf_counter()
         sources = {self._source_name(shard.name): shard.local for shard in side.shards}
         targets = _targets(ready.slices, side.parts, self._source_name)
-        moved = self._together("moving weights", lambda: ready.transport.run(sources, targets))
+        moved = self.together("moving weights", lambda: ready.transport.run(sources, targets))
         arrived = time.perf_counter()
         if self._verify == "always" or (self._verify == "first" and not self._verified):
             self._compare(ready, sources, targets)
             self._verified = True
         verified = time.perf_counter()
-        self._together("telling the generator its version", lambda: self._written(version))
+        self.together("telling the generator its version", lambda: self._written(version))
         self.version = version
         bound = ready.plan.bound_bytes
         return {
@@ -191,6 +195,7 @@ class Publisher:
             "publish/messages": float(moved.messages),
             "publish/move_seconds": arrived - started,
             "publish/verify_seconds": verified - arrived,
+            **{f"publish/{kind}_seconds": seconds for kind, seconds in moved.seconds.items()},
         }
 
     def _agree(self, version: int) -> _Side:
@@ -200,7 +205,7 @@ class Publisher:
             side = _side(self._engine_shards(), self._parameters())
         except Exception as error:  # noqa: BLE001 - raised below on all ranks: a rank that left would keep the others waiting
             failure, cause = f"{type(error).__name__}: {error}", error
-        said = self._gather((version, side.digest(), failure))
+        said = self.gather((version, side.digest(), failure))
         failed = [f"rank {rank}: {reason}" for rank, (_, _, reason) in enumerate(said) if reason]
         if failed:
             raise EngineError("publish cannot start; nothing was written\n" + "\n".join(failed)) from cause
@@ -213,13 +218,16 @@ class Publisher:
         """The checked plan for these layouts; the kept one while nothing changed on any rank."""
         if self._ready is not None and self._ready.digests == side.digests:
             return self._ready
-        everyone = self._gather((side.owned, side.held))
+        everyone = self.gather((side.owned, side.held))
         slices = match(
             [owned for owned, _ in everyone], [held for _, held in everyone], tied=self._tied, dtype=self._rollout_dtype
         )
         plan = plan_rank(slices, self._rank, ranks_per_node=self._ranks_per_node)
-        device = side.parts.parts[0].view.device if side.parts.parts else torch.device("cpu")
-        transport = Transport(plan, slices, group=self._group, bucket_bytes=self._bucket_bytes, device=device)
+        tensors = [part.view for part in side.parts.parts] or [shard.local for shard in side.shards]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        transport = Transport(
+            plan, slices, group=self._group, bucket_bytes=self._bucket_bytes, device=device, wire=self._wire
+        )
         self._ready = _Ready(side.digests, tuple(slices), plan, transport)
         return self._ready
 
@@ -236,25 +244,25 @@ class Publisher:
             for (name, box), checksum in left.items()
             if held.get((name, box), checksum) != checksum
         ]
-        return [line for of_rank in self._gather(lines) for line in of_rank]
+        return [line for of_rank in self.gather(lines) for line in of_rank]
 
     def _compare(self, ready: _Ready, sources: Mapping[str, Tensor], targets: Sequence[Tensor | None]) -> None:
         """Raises on all ranks when a generator's block differs from the trainer's. Collective."""
-        sums = self._together("computing checksums", lambda: checksums(ready.slices, sources, targets, rank=self._rank))
-        differing = differences(ready.slices, sums, rank=self._rank, group=self._group)
+        sums = self.together("computing checksums", lambda: checksums(ready.slices, sources, targets, rank=self._rank))
+        differing = differences(ready.slices, sums, rank=self._rank, group=self._group, device=ready.transport.device)
 
         def judge() -> None:
             if differing:
                 raise EngineError("the generator does not hold what the trainer owns:\n" + "\n".join(differing))
 
-        self._together("comparing checksums", judge)
+        self.together("comparing checksums", judge)
         if self._verify == "always":
             self._left = {
                 (ready.slices[index].name, cast(Box, ready.slices[index].needed[self._rank])): found
                 for index, (_, found) in sums.held.items()
             }
 
-    def _together(self, doing: str, action: Callable[[], T]) -> T:
+    def together(self, doing: str, action: Callable[[], T]) -> T:
         """The result of ``action``, once every rank has succeeded in it. Collective.
 
         Raises:
@@ -267,7 +275,7 @@ class Publisher:
         except Exception as error:  # noqa: BLE001 - raised below on all ranks
             failure, cause = f"{type(error).__name__}: {error}", error
         try:
-            said = self._gather(failure)
+            said = self.gather(failure)
         except RuntimeError as error:
             self._written(NO_VERSION)
             raise EngineError(
@@ -286,7 +294,7 @@ class Publisher:
             f"publish failed while {doing}; the generators hold no version until the next publish\n" + "\n".join(failed)
         ) from cause
 
-    def _gather(self, own: T) -> list[T]:
+    def gather(self, own: T) -> list[T]:
         """``own`` of every rank. Collective."""
         if self._group is None:
             return [own]

@@ -1,10 +1,9 @@
-"""Runs a plan: packed slices in fixed-size buckets through all-to-all, two in flight, straight into their storage.
+"""Runs a plan: packed slices in rounds of fixed-size buckets, straight into their storage.
 
-    fill(0) start(0) | fill(1) start(1) wait(0) empty(0) | fill(2) start(2) wait(1) empty(1) | ... | wait(n) empty(n)
+    fill a bucket (cast, packed by receiver) -> wire (``wires.py``) -> write what arrived
 
-A bucket holds what one rank sends in a round, then what it receives in it; ``bucket_bytes`` bounds both together on
-every rank, so a publish never needs more than two buckets of extra memory. Values are cast while they are packed.
-Blocks that a rank already owns are copied in place and touch no bucket.
+``bucket_bytes`` bounds what a rank sends and receives in a round, together, so a publish never needs more than two
+buckets of extra memory. Blocks that a rank already owns are copied in place and touch no bucket.
 
 All ranks must cut their plans into the same rounds, though each knows only its own plan. The rule: for every group of
 slices, and for 1, 2, 4, ... cuts of it, each rank says how many bytes one cut moves here at most; the maximum over
@@ -14,10 +13,8 @@ ranks (one all-reduce) is what the group weighs, and everyone fills rounds by th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,9 +22,9 @@ from torch import Tensor
 
 from hybridflow.hybrid_engine.boxes import Box, extents, longest_length, split, volume, within
 from hybridflow.hybrid_engine.plan import GroupPlan, RankPlan, Slice
+from hybridflow.hybrid_engine.wires import Collective, RoundWork, Shared, Tries, Wire, choose_wire, find_seats
 from hybridflow.utils.errors import EngineError
 
-T = TypeVar("T")
 _CUTS = tuple(1 << power for power in range(31))
 """Numbers of pieces that a group may be cut into."""
 
@@ -81,7 +78,10 @@ class Moved:
     messages: int
     """Non-empty (round, peer) pairs sent."""
     bucket_bytes: int
-    """Extra memory held at any moment: the buckets in flight."""
+    """Extra memory held at any moment: this rank's buckets."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of this thread by what it did: ``pack`` (cast and pack), ``copy`` (own blocks), ``wait`` (for peers and the
+    wire), ``write``. On a GPU these are the times to launch the work, but for ``wait``."""
 
 
 class Transport:
@@ -91,8 +91,9 @@ class Transport:
         plan: this rank's plan.
         slices: what the plan was made of.
         group: process group whose rank i is rank i of the plan; None: a world of one.
-        bucket_bytes: size of a bucket; two are in flight.
+        bucket_bytes: size of a bucket; at most two exist at a time.
         device: where buckets live (the generator's device).
+        wire: ``collective`` or ``shared``; None: what fits where the ranks sit (``wires.choose_wire``).
 
     Raises:
         EngineError: when some single row of blocks does not fit a bucket; raised on all ranks.
@@ -106,11 +107,17 @@ class Transport:
         group: dist.ProcessGroup | None,
         bucket_bytes: int,
         device: torch.device,
+        wire: str | None = None,
     ) -> None:
         self._plan = plan
         self._slices = slices
         self._group = group
-        self._device = device
+        self.wire = wire or ("collective" if group is None else choose_wire(find_seats(group, device), bucket_bytes))
+        """How bytes travel."""
+        self.device = torch.device("cpu") if self.wire == "shared" else device
+        """Where collectives of the group expect tensors."""
+        shared = self.wire == "shared" and group is not None
+        self._wire: Wire = Shared(group, device) if shared else Collective(group, device)
         self._dtypes = [getattr(torch, piece.dtype) for piece in slices]
         self.rounds = self._cut(bucket_bytes)
 
@@ -124,32 +131,29 @@ class Transport:
             sources: training block of this rank by parameter name, shaped as its owned box.
             targets: generation block of this rank by slice index; None where it needs nothing.
         """
-        sizes = sorted((part.bucket_bytes for part in self.rounds), reverse=True)[:2]
-        buckets = [torch.empty(sizes[0] if sizes else 0, dtype=torch.uint8, device=self._device) for _ in sizes]
-        failures: list[Exception] = []
+        tries = Tries()
         local_bytes = 0
-        moving: tuple[Round, Tensor, Callable[[], None]] | None = None
-        for number, part in enumerate([*self.rounds, None]):
-            started = None
-            if part is not None:
-                bucket = buckets[number % 2]
-                _attempt(failures, partial(self._fill, part, bucket, sources))
-                started = part, bucket, self._start(part, bucket)
-                local_bytes += _attempt(failures, partial(self._copy_local, part, sources, targets)) or 0
-            if moving is not None:
-                arrived_part, arrived_bucket, wait = moving
-                wait()
-                _attempt(failures, partial(self._empty, arrived_part, arrived_bucket, targets))
-            moving = started
-        if failures:
-            raise failures[0]
+
+        def copy(number: int) -> None:
+            nonlocal local_bytes
+            local_bytes += self._copy_local(self.rounds[number], sources, targets)
+
+        work = RoundWork(
+            fill=lambda number, bucket: self._fill(self.rounds[number], bucket, sources),
+            copy=copy,
+            empty=lambda number, arrived: self._empty(self.rounds[number], arrived, targets),
+        )
+        held = self._wire.move(self.rounds, work, tries)
+        if tries.failures:
+            raise tries.failures[0]
         return Moved(
             received_bytes=sum(sum(part.received) for part in self.rounds),
             sent_bytes=sum(sum(part.sent) for part in self.rounds),
             local_bytes=local_bytes,
             rounds=len(self.rounds),
             messages=sum(size > 0 for part in self.rounds for size in part.sent),
-            bucket_bytes=sum(bucket.numel() for bucket in buckets),
+            bucket_bytes=held,
+            seconds=dict(tries.seconds),
         )
 
     def _fill(self, part: Round, bucket: Tensor, sources: Mapping[str, Tensor]) -> None:
@@ -165,36 +169,17 @@ class Transport:
                 room.copy_(source[block.index])
                 ends[block.peer] = stop
 
-    def _start(self, part: Round, bucket: Tensor) -> Callable[[], None]:
-        """Starts the round; the answer waits for it."""
-        sent, received = sum(part.sent), sum(part.received)
-        if self._group is None:
-            return _nothing
-        work = dist.all_to_all_single(
-            bucket[sent : sent + received],
-            bucket[:sent],
-            list(part.received),
-            list(part.sent),
-            group=self._group,
-            async_op=True,
-        )
-        assert work is not None, "every rank of the transfer belongs to the group"
-
-        def wait() -> None:
-            work.wait()
-
-        return wait
-
-    def _empty(self, part: Round, bucket: Tensor, targets: Sequence[Tensor | None]) -> None:
-        """Writes what arrived."""
-        starts = _starts(part.received, first=sum(part.sent))
+    def _empty(self, part: Round, arrived: Sequence[Tensor], targets: Sequence[Tensor | None]) -> None:
+        """Writes what arrived, bytes by sender."""
+        starts = [0] * self._plan.world
         for index, piece in part.items:
             if not piece.receives:
                 continue
             target = _present(targets[index], self._slices[index])
             for block in piece.receives:
                 stop = starts[block.peer] + block.elements * part.itemsize
-                target[block.index].copy_(bucket[starts[block.peer] : stop].view(self._dtypes[index]).view(block.shape))
+                packed = arrived[block.peer][starts[block.peer] : stop]
+                target[block.index].copy_(packed.view(self._dtypes[index]).view(block.shape))
                 starts[block.peer] = stop
 
     def _copy_local(self, part: Round, sources: Mapping[str, Tensor], targets: Sequence[Tensor | None]) -> int:
@@ -215,7 +200,7 @@ class Transport:
         weights = torch.tensor([_weights(group) for group in groups], dtype=torch.int64)
         weights = weights.reshape(len(groups), len(_CUTS))
         if self._group is not None:
-            weights = weights.to(self._device)
+            weights = weights.to(self.device)
             dist.all_reduce(weights, op=dist.ReduceOp.MAX, group=self._group)
             weights = weights.cpu()
         rows = zip(groups, weights.tolist(), strict=True)
@@ -299,22 +284,13 @@ def _piece(group: GroupPlan, cuts: int, number: int) -> _Piece:
     )
 
 
-def _starts(sizes: Sequence[int], first: int = 0) -> list[int]:
+def _starts(sizes: Sequence[int]) -> list[int]:
     """Where each rank's bytes start in a bucket."""
-    starts = []
+    starts, first = [], 0
     for size in sizes:
         starts.append(first)
         first += size
     return starts
-
-
-def _attempt(failures: list[Exception], action: Callable[[], T]) -> T | None:
-    """Runs ``action``; a failure is kept for later, since the peers still wait in the next collectives."""
-    try:
-        return action()
-    except Exception as failure:  # noqa: BLE001 - re-raised by ``run`` after the last collective
-        failures.append(failure)
-        return None
 
 
 def _present(target: Tensor | None, piece: Slice) -> Tensor:
@@ -322,7 +298,3 @@ def _present(target: Tensor | None, piece: Slice) -> Tensor:
     if target is None:
         raise EngineError(f"{piece.name}: the generator offers no storage for a slice that the plan sends here")
     return target
-
-
-def _nothing() -> None:
-    """No wait in a world of one."""

@@ -90,11 +90,16 @@ def checksums(
     return Sums(entries, owned, held)
 
 
-def differences(slices: Sequence[Slice], sums: Sums, *, rank: int, group: dist.ProcessGroup | None) -> list[str]:
-    """One line for each of this rank's generator blocks that differs from the trainer's. Collective."""
+def differences(
+    slices: Sequence[Slice], sums: Sums, *, rank: int, group: dist.ProcessGroup | None, device: torch.device
+) -> list[str]:
+    """One line for each of this rank's generator blocks that differs from the trainer's. Collective.
+
+    ``device`` is where collectives of ``group`` expect tensors.
+    """
     expected = sums.owned
     if group is not None:
-        expected = expected.to(_device_of(group))
+        expected = expected.to(device)
         dist.all_reduce(expected, group=group)  # int64 wraps: a sum modulo 2**64
     totals = expected.tolist()
     return [
@@ -137,9 +142,3 @@ def _chunks(values: Tensor, box: Box) -> Iterator[tuple[Tensor, Box]]:
 def _distinct(table: Sequence[Box | None]) -> list[Box]:
     """Distinct boxes of a table, in order of rank."""
     return list(dict.fromkeys(box for box in table if volume(box) and box is not None))
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where collectives of ``group`` expect tensors."""
-    backend = dist.get_backend(group)
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

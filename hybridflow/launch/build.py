@@ -32,6 +32,7 @@ from hybridflow.roles.handles import (
     ReferenceHandle,
     RewardHandle,
     RolloutHandle,
+    SeparateWeightsHandle,
     WeightsHandle,
 )
 from hybridflow.roles.protocols import Checkpointed, Roles
@@ -155,6 +156,9 @@ def _assemble(tries: _Tries, start: StartUp, stack: ExitStack) -> tuple[PPOTrain
         for group in groups.values():
             group.wait_ready()
     roles = _roles(config, plan, groups)
+    if isinstance(roles.weights, SeparateWeightsHandle):
+        with start.phase("join pools"):
+            roles.weights.join()
     total_steps = plan.batch.steps(len(train))
     tracker = build_trackers(
         config.trainer.logger,
@@ -234,13 +238,20 @@ def _roles(config: PPOConfig, plan: RunPlan, groups: dict[str, WorkerGroup]) -> 
     return Roles(
         actor=actor,
         rollout=handle(RolloutHandle, "rollout"),
-        weights=WeightsHandle(groups[MAIN_POOL], "weights"),
+        weights=_weights(config, groups),
         reward=handle(RewardHandle, "reward"),
         critic=critic,
         cost_critic=cost_critic,
         reference=handle(ReferenceHandle, "reference") if "reference" in played else None,
         checkpointed=checkpointed,
     )
+
+
+def _weights(config: PPOConfig, groups: dict[str, WorkerGroup]) -> WeightsHandle | SeparateWeightsHandle:
+    senders = groups[config.pool_of("actor")]
+    if config.rollout_shares_devices:
+        return WeightsHandle(senders, "weights")
+    return SeparateWeightsHandle(senders, groups[config.pool_of("rollout")], "weights")
 
 
 def _write_config(config: PPOConfig, folder: Path) -> None:

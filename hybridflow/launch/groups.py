@@ -70,6 +70,7 @@ def method_deadlines(timeouts: TimeoutsConfig) -> dict[str, float]:
         "generate_sequences": timeouts.generate_s,
         "compute_reward": timeouts.reward_s,
         "publish": timeouts.publish_s,
+        "join": timeouts.start_s,
         "save_checkpoint": timeouts.save_s,
         "finish_checkpoint": timeouts.save_s,
         "load_checkpoint": timeouts.save_s,

@@ -135,7 +135,7 @@ def _generator(
         cache = sequences * -(-batch.model_length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS * per_token
     buckets = min(buckets, 2 * weights)
     resident = {"generator weights": weights} | (
-        {} if rollout.free_cache_engine and device == "cuda" else {"KV cache": cache}
+        {} if rollout.free_cache_engine and config.rollout_shares_devices and device == "cuda" else {"KV cache": cache}
     )
     peak = {"transfer buffers": buckets} | ({"KV cache": cache} if "KV cache" not in resident else {})
     return MemoryLine(role=role.role, pool=role.pool, resident=resident, peak=peak)

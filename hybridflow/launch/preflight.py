@@ -78,7 +78,10 @@ def place(config: PPOConfig, device: Device) -> tuple[RolePlan, ...]:
             ),
         ),
         RolePlan(
-            role="rollout", pool=MAIN_POOL, mesh="rollout", dims=generation_layout(config.world_of("rollout"), tp=tp)
+            role="rollout",
+            pool=config.pool_of("rollout"),
+            mesh="rollout",
+            dims=generation_layout(config.world_of("rollout"), tp=tp),
         ),
     ]
     for role, home, section, sharding, plays in (
@@ -155,6 +158,11 @@ def _notes(config: PPOConfig) -> tuple[str, ...]:
             "one by one in both; there is no server, no agent loop, and a step ends with its last response"
         )
     found += _unloadable(config)
+    if not config.rollout_shares_devices:
+        found.append(
+            f"the generator has devices of its own (pool {config.pool_of('rollout')}): every publish sends each of its "
+            "ranks all that it stores, and its devices idle while the actor trains"
+        )
     found += [f"{setting} has no effect yet" for setting in set_without_effect(config)]
     return tuple(found)
 

@@ -9,7 +9,6 @@ from typing import Any
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import WorkerSpec
 from hybridflow.launch.plan import RunPlan
-from hybridflow.topology.resources import MAIN_POOL
 
 WORKERS: dict[str, str] = {
     "actor": "hybridflow.workers.actor:ActorWorker",
@@ -21,6 +20,8 @@ WORKERS: dict[str, str] = {
     "reward": "hybridflow.workers.reward:RewardWorker",
 }
 """Worker class by role, in the order in which a process builds them: weights joins the actor and rollout before it."""
+WEIGHTS_APART = {"actor": "hybridflow.workers.separate:Sender", "rollout": "hybridflow.workers.separate:Receiver"}
+"""Class of the role weights beside the actor and beside the generator, where these live in different pools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ def worker_specs(
         "actor": {
             "model_path": source.policy,
             "total_steps": total_steps,
-            "rollout_tp": rollout_tp,
+            "rollout_tp": rollout_tp if config.rollout_shares_devices else 1,  # shards then need no order
             "vocab_limit": source.vocab_limit,
             "tokenizer_path": source.tokenizer,
         },
@@ -64,7 +65,9 @@ def worker_specs(
         "critic": {"model_path": source.critic, "total_steps": total_steps},
         "cost_critic": {"model_path": source.critic, "total_steps": total_steps},
     }
-    pools = {role.role: role.pool for role in plan.roles} | {"weights": MAIN_POOL}
+    pools = {role.role: role.pool for role in plan.roles}
+    if config.rollout_shares_devices:
+        pools["weights"] = pools["actor"]
     specs: dict[str, list[WorkerSpec]] = {}
     for role, target in WORKERS.items():
         if role not in pools:
@@ -76,4 +79,7 @@ def worker_specs(
             kwargs |= {"tokenizer_path": source.tokenizer}
         layouts = {plan.role(role).mesh: dims[role]} if role in dims else {}
         specs.setdefault(pools[role], []).append(WorkerSpec(role=role, target=target, kwargs=kwargs, layouts=layouts))
+    if "weights" not in pools:
+        for beside, target in WEIGHTS_APART.items():
+            specs[pools[beside]].append(WorkerSpec(role="weights", target=target, kwargs={"config": config}))
     return specs

@@ -7,15 +7,17 @@ the ranks are is the group's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from hybridflow.batch.balance import balance, row_cost
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.futures import Mapped, Pending
+from hybridflow.batch.futures import Mapped, Pending, Together
 from hybridflow.dispatch.group import WorkerGroup
 from hybridflow.roles.protocols import Metrics, PublishNow, SamplingMode
+from hybridflow.utils.errors import StateError
 
 
 class Handle:
@@ -177,14 +179,44 @@ class WeightsHandle(Handle):
         return Mapped(call, combine_ranks)
 
 
+class SeparateWeightsHandle:
+    """The way from the actor's weights to a generator in another pool: both sides of a publish at once.
+
+    Args:
+        senders: group of the actor.
+        receivers: group of the generator.
+        role: its name in both.
+    """
+
+    def __init__(self, senders: WorkerGroup, receivers: WorkerGroup, role: str) -> None:
+        self._senders = senders
+        self._receivers = receivers
+        self._role = role
+
+    def join(self) -> None:
+        """Makes the group of both pools; before the first publish."""
+        meeting = self._senders.call(self._role, "meeting").wait()
+        self._both("join", meeting=meeting, senders=self._senders.world, receivers=self._receivers.world).wait()
+
+    def publish(self, *, version: int, between_steps: bool = False) -> Pending[Metrics]:
+        """See ``roles.protocols.Weights``. Raises StateError for ``between_steps``: both sides must be free."""
+        if between_steps:
+            raise StateError("a generator in a pool of its own gets weights between generations, not between steps")
+        return Mapped(self._both("publish", version=version), combine_ranks)
+
+    def _both(self, method: str, **kwargs: Any) -> Pending[list[Any]]:
+        calls = [group.call(self._role, method, **kwargs) for group in (self._senders, self._receivers)]
+        return Together(calls)
+
+
 def combine_ranks(per_rank: Sequence[Metrics]) -> Metrics:
     """Metrics of a weight transfer over all ranks: bytes and messages add up, seconds and peaks are the worst rank's.
 
     The ratio to the bound is that of the totals (1 where nothing has to move).
     """
     combined: dict[str, float] = {}
-    for name in per_rank[0]:
-        values = [metrics[name] for metrics in per_rank]
+    for name in dict.fromkeys(chain.from_iterable(per_rank)):
+        values = [metrics[name] for metrics in per_rank if name in metrics]
         worst = name.endswith(("seconds", "rounds", "retries")) or "peak" in name
         combined[name] = max(values) if worst else sum(values)
     bound = combined["publish/bound_bytes"]

@@ -223,6 +223,11 @@ _PUBLISH = _section(
     ("publish/plan_seconds", "s", "until every rank has its plan"),
     ("publish/move_seconds", "s", "moving"),
     ("publish/verify_seconds", "s", "comparing checksums, where asked"),
+    ("publish/merge_seconds", "s", "adding LoRA adapters to the generator's base (lora_merge=False)"),
+    ("publish/pack_seconds", "s", "of moving: cast and pack"),
+    ("publish/copy_seconds", "s", "of moving: blocks that stay on their rank"),
+    ("publish/wait_seconds", "s", "of moving: for peers and the wire"),
+    ("publish/write_seconds", "s", "of moving: into the generator's storage"),
     ("residency/*_seconds", "s", "a step between training and generation (wake, sleep, offload), summed over ranks"),
     ("residency/*_bytes", "bytes", "memory held after that step, summed over ranks"),
 )

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import RankContext
 from hybridflow.dispatch.register import register
-from hybridflow.engines.rollout.base import InFlight
-from hybridflow.hybrid_engine.publish import Publisher
 from hybridflow.hybrid_engine.residency import State
 from hybridflow.roles.protocols import Metrics
 from hybridflow.workers.actor import ActorWorker
+from hybridflow.workers.publishers import make_publisher
 from hybridflow.workers.residence import resident
 from hybridflow.workers.rollout import RolloutWorker
 
@@ -25,23 +22,14 @@ class WeightsWorker:
     def __init__(self, context: RankContext, *, config: PPOConfig) -> None:
         actor: ActorWorker = context.siblings["actor"]
         rollout: RolloutWorker = context.siblings["rollout"]
-        transfer = config.actor_rollout_ref.rollout.checkpoint_engine
         self._actor = actor
         self._rollout = rollout
         self._sharding = config.actor_rollout_ref.actor.sharding
-        self._in_flight: InFlight = cast("InFlight", transfer.in_flight)
         self._early: tuple[int, Metrics] | None = None
         rollout.publish = self._publish_early
         self._frees_memory = config.actor_rollout_ref.rollout.free_cache_engine
         actor.make_room = self._put_generator_to_sleep
-        self._publisher = Publisher(
-            actor.engine.shards,
-            rollout.engine.parameters,
-            self._written,
-            bucket_bytes=transfer.update_weights_bucket_megabytes << 20,
-            verify=transfer.verify,
-            attempts=transfer.attempts,
-        )
+        self._publisher = make_publisher(config, trainer=actor.engine, generator=rollout.engine)
 
     @register(dispatch="ONE_TO_ALL")
     def publish(self, *, version: int) -> Metrics:
@@ -62,9 +50,6 @@ class WeightsWorker:
             if residency.state is State.TRAINING:
                 return residency.to_generating(lambda: self._publisher.publish(version))
             return residency.publish_while_generating(lambda: self._publisher.publish(version))
-
-    def _written(self, version: int) -> None:
-        self._rollout.engine.weights_written(version, self._in_flight)
 
     def _put_generator_to_sleep(self) -> None:
         residency = self._rollout.residency

@@ -63,12 +63,18 @@ class RolloutWorker:
         """Brings new weights between two steps; the weights worker puts itself here."""
         self._eos = eos_token_ids
         rollout = config.actor_rollout_ref.rollout
+        # On devices of its own nobody needs the memory that it would free.
+        self._frees_memory = rollout.free_cache_engine and config.rollout_shares_devices
         rows = -(-config.data.train_batch_size * rollout.n // dims.dp)
         self.dims = dims
         self.engine: RolloutEngine = load(ROLLOUT_ENGINES[rollout.name])(
             model_path=model_path,
             # A CPU engine reserves KV cache for every sequence it may run: no more than a step brings.
-            config=replace(rollout, max_num_seqs=min(rollout.max_num_seqs, rows)),
+            config=replace(
+                rollout,
+                max_num_seqs=min(rollout.max_num_seqs, rows),
+                free_cache_engine=self._frees_memory,
+            ),
             max_prompt_tokens=config.prompt_length,
             max_response_tokens=config.response_length,
             tp=dims.tp,
@@ -105,7 +111,7 @@ class RolloutWorker:
         self.engine.clear_caches()
         self._steps = 0
         completions = generate(self.engine, self._requests(prompts, step, mode), between_steps=self._between_steps)
-        if self._config.actor_rollout_ref.rollout.free_cache_engine:
+        if self._frees_memory:
             self.residency.to_training()
         return to_columns(completions)
 

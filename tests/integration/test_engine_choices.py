@@ -39,6 +39,15 @@ def test_lora_trains_adapters_and_its_reference_is_the_actor_without_them(tmp_pa
     assert all(step["actor/grad_norm"] > 0 for step in steps)
 
 
+def test_adapters_may_travel_alone_and_give_the_numbers_of_merged_weights(tmp_path):
+    steps = {merge: run_job(tmp_path / str(merge), **LORA, **{f"{MODEL}.lora_merge": merge}) for merge in (True, False)}
+    _agrees_with_the_sampler(steps[False])
+    for whole, adapters in zip(steps[True], steps[False], strict=True):
+        assert adapters["publish/local_bytes"] < 0.2 * whole["publish/local_bytes"]  # one rank: nothing on a wire
+    # both sample from the same start; later, a rounding of the merge may turn a token
+    assert steps[False][0]["actor/grad_norm"] == pytest.approx(steps[True][0]["actor/grad_norm"], rel=1e-4)
+
+
 def test_muon_learns_in_the_main_job(tmp_path):
     adamw = run_job(tmp_path / "adamw")
     muon = run_job(tmp_path / "muon", **{f"{ACTOR}.optim.optimizer": "Muon"})

@@ -108,6 +108,14 @@ class TrainEngine(Protocol):
         """This rank's blocks of all parameters, in one order on all ranks; buffers excluded, ties once."""
         ...
 
+    def base_shards(self) -> Sequence[Shard]:
+        """``shards`` of the frozen base: with LoRA, without the adapters."""
+        ...
+
+    def adapter_shards(self) -> Sequence[Shard]:
+        """This rank's blocks of LoRA's A and B, in one order on all ranks; empty without adapters."""
+        ...
+
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Full shape by Hugging Face name."""
         ...

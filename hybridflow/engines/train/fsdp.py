@@ -410,10 +410,22 @@ class FSDPEngine:
         With LoRA the blocks of adapted weights are copies with the adapters added in, and the call is collective.
         """
         self._reshard()
+        return self._blocks(self._shapes, self._merged())
+
+    def base_shards(self) -> Sequence[Shard]:
+        """``shards`` of the frozen base: with LoRA, without the adapters."""
+        self._reshard()
+        return self._blocks(self._shapes, {})
+
+    def adapter_shards(self) -> Sequence[Shard]:
+        """This rank's blocks of LoRA's A and B, in one order on all ranks; empty without adapters."""
+        self._reshard()
+        return self._blocks(self._adapter_shapes, {})
+
+    def _blocks(self, shapes: Mapping[str, tuple[int, ...]], merged: Mapping[str, Tensor]) -> list[Shard]:
         own = self._model.hf_parameters()
-        merged = self._merged()
         found = []
-        for name, shape in self._shapes.items():
+        for name, shape in shapes.items():
             if name in own:
                 local = merged[name] if name in merged else local_of(own[name])
                 found.append(Shard(name, local, box_of(own[name], shape), shape))

@@ -20,6 +20,11 @@ SMALL = (
     "trainer.total_training_steps=2",
     "trainer.logger=[jsonl]",
 )
+LORA = (
+    "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.model.lora_merge=False",
+    "actor_rollout_ref.actor.optim.lr=3e-3",
+)
 TIMES = ("timing_s/", "perf/", "publish/", "residency/")
 
 
@@ -70,6 +75,30 @@ def test_two_workers_share_one_tensor_parallel_generator_and_give_the_numbers_of
     assert two[0]["publish/ratio_to_bound"] <= 1.05
     for name in ("critic/score/mean", "response_length/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy_old"):
         assert two[0][name] == pytest.approx(one[0][name], abs=1e-4), name
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+@pytest.mark.parametrize(("tp", "lora"), [(1, ()), (2, LORA)], ids=["tp1", "tp2, adapters only"])
+def test_a_generator_on_its_own_processes_gets_every_step_over_the_wire(tmp_path, tp, lora):
+    steps = _trained(
+        _main_ppo(
+            tmp_path,
+            "trainer.val_before_train=False",
+            "trainer.n_gpus_per_node=2",
+            "trainer.pools.sampling.slots=[2]",
+            "trainer.pools.sampling.roles=[rollout]",
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp}",
+            "actor_rollout_ref.rollout.checkpoint_engine.verify=always",
+            *lora,
+        )
+    )
+    for row in steps:
+        # the second step samples from weights that an update has changed and a publish has moved
+        assert row["training/rollout_log_prob_diff/max"] < 1e-5
+        assert row["publish/bytes"] == row["publish/sent_bytes"] == row["publish/bound_bytes"] > 0
+        assert row["publish/local_bytes"] == 0
+    assert steps[1]["actor/grad_norm"] > 0
 
 
 @pytest.mark.vllm

@@ -4,6 +4,7 @@ import pytest
 
 from hybridflow.config.checks import divisor_near, planned_steps
 from hybridflow.config.load import load_config
+from hybridflow.utils.errors import ConfigError
 from tests.unit.config.trees import tree
 
 SAMPLES = "actor_rollout_ref.rollout.n"
@@ -44,11 +45,31 @@ def test_the_number_of_steps_follows_from_the_configuration_where_it_can(overrid
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "data.max_prompt_length=20000",
          "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4"),
         ("algorithm.adv_estimator=gae", "trainer.pools.values.slots=[2]", "trainer.pools.values.roles=[critic]"),
+        ("trainer.pools.sampling.slots=[2]", "trainer.pools.sampling.roles=[rollout]",
+         "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.hybrid_engine=False"),
         ("algorithm.rollout_correction.rollout_rs='token_k1,seq_max_k2'",),
     ],
 )  # fmt: skip
 def test_what_can_work_is_let_through(overrides):
     load_config(tree(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (("actor_rollout_ref.hybrid_engine=False",), "actor_rollout_ref.hybrid_engine",
+         "Set trainer.pools.rollout.slots=[N] and trainer.pools.rollout.roles=[rollout]."),
+        (("trainer.pools.sampling.slots=[2]", "trainer.pools.sampling.roles=[rollout]", "trainer.controller=local"),
+         "trainer.controller", "cannot exchange weights with another pool"),
+        (("trainer.n_gpus_per_node=4", "trainer.pools.sampling.slots=[3]", "trainer.pools.sampling.roles=[rollout]",
+          "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
+         "actor_rollout_ref.rollout.tensor_model_parallel_size", "3 (trainer.pools.sampling.slots)"),
+    ],
+)  # fmt: skip
+def test_a_generator_on_its_own_devices_needs_a_pool_that_fits(overrides, key, words):
+    with pytest.raises(ConfigError) as caught:
+        load_config(tree(*overrides))
+    assert key in str(caught.value) and words in str(caught.value)
 
 
 def test_micro_batches_go_by_tokens_unless_their_size_is_given():

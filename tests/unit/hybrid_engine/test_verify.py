@@ -94,9 +94,14 @@ def test_a_stale_and_a_swapped_block_are_named_and_the_rest_is_not():
     slices = [one_rank(name, (4, 4), "bfloat16") for name in ("a.weight", "b.weight", "c.weight", "d.weight")]
     sources = {piece.name: values(4, 4, seed=at) for at, piece in enumerate(slices)}
     stored = [sources[piece.name].bfloat16() for piece in slices]
-    assert differences(slices, checksums(slices, sources, stored, rank=0), rank=0, group=None) == []
+    assert (
+        differences(slices, checksums(slices, sources, stored, rank=0), rank=0, group=None, device=torch.device("cpu"))
+        == []
+    )
     stored[1], stored[2] = stored[2], stored[1]
     stored[3] = values(4, 4, seed=9).bfloat16()
-    found = differences(slices, checksums(slices, sources, stored, rank=0), rank=0, group=None)
+    found = differences(
+        slices, checksums(slices, sources, stored, rank=0), rank=0, group=None, device=torch.device("cpu")
+    )
     assert [line.split()[0] for line in found] == ["b.weight", "c.weight", "d.weight"]
     assert "generator rank 0" in found[0]

@@ -121,7 +121,7 @@ BAD = [
     ([f"{ROLLOUT}.top_k=50"], f"{ROLLOUT}.top_k=50", "at most 0"),
     (["algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"], "algorithm.use_kl_in_reward=True", "twice"),
     ([f"{ACTOR}.ppo_micro_batch_size=8"], f"{ACTOR}.ppo_micro_batch_size=8", "ppo_micro_batch_size_per_gpu"),
-    (["trainer.pools.x.roles=[judge]"], "trainer.pools.x.roles=judge", "one of critic, reference, reward"),
+    (["trainer.pools.x.roles=[judge]"], "trainer.pools.x.roles=judge", "one of rollout, critic, reference, reward"),
     (["trainer.pools.x.roles=[critic]"], "trainer.pools.x.roles=[critic]", "no critic"),
     (["trainer.critic_warmup=3"], "trainer.critic_warmup=3", "no critic"),
     ([f"{ACTOR}.optim.lr_warmup_steps=32"], f"{ACTOR}.optim.lr_warmup_steps=32", "Use less than 32"),

@@ -123,6 +123,20 @@ def test_a_pool_of_its_own_and_reward_functions_on_the_host_of_a_gpu_machine():
     assert found.pool(HOST_POOL).device == "cpu"
 
 
+def test_a_generator_on_its_own_devices_has_its_own_pool_and_layout():
+    found = plan(
+        "trainer.n_gpus_per_node=2", "trainer.pools.sampling.slots=[4]", "trainer.pools.sampling.roles=[rollout]",
+        f"{POLICY}.rollout.tensor_model_parallel_size=2", machine=SERVER,
+    )  # fmt: skip
+    assert found.role("actor").pool == "main" and found.role("actor").dims == ParallelDims(dp_shard=2)
+    assert found.role("rollout").pool == "sampling" and found.role("rollout").dims == ParallelDims(dp_shard=2, tp=2)
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" in found.pool("sampling").environment
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in found.pool("main").environment
+    assert any("devices of its own (pool sampling)" in note for note in found.notes)
+    rollout = next(line for line in found.memory if line.role == "rollout")
+    assert rollout.pool == "sampling" and "KV cache" in rollout.resident  # nobody else needs that memory
+
+
 def test_the_cost_critic_is_a_second_critic_in_the_critics_pool():
     found = plan(
         "algorithm.adv_estimator=gae", "algorithm.safe_rlhf.enable=true", "trainer.pools.values.slots=2",
