@@ -35,6 +35,7 @@ UNUSED_BUT_HARMFUL = ("torchvision", "torchaudio", "torchcodec")
 MEMORY_FAIL_GIB, MEMORY_WARN_GIB = 2.0, 4.0
 SHARED_MEMORY_WARN_GIB = 1.0
 """Ray's object store and the rollout ranks' messages live in shared memory; a container's default is 64 MiB."""
+CLUSTER = "hybridflow.cli.cluster_doctor:main"
 INSTALL = "run: bash scripts/install.sh"
 
 
@@ -281,7 +282,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the findings; 1 when one of them keeps the main job from running, else 0."""
     parser = argparse.ArgumentParser(prog="python -m hybridflow.doctor", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--deep", action="store_true", help="also import vLLM (some seconds)")
+    parser.add_argument("--cluster", action="store_true", help="check every node of a Ray cluster instead")
+    parser.add_argument("--address", default="auto", help="of the cluster (default: the one that runs here)")
+    parser.add_argument("--model", help="with --cluster: folder that every node must be able to read")
+    parser.add_argument("--shared", help="with --cluster: folder that must be one on all nodes, for checkpoints")
+    parser.add_argument("--timeout", type=float, default=60.0, help="with --cluster: seconds for each question")
     chosen = parser.parse_args(arguments)
+    if chosen.cluster:
+        judge = load(CLUSTER)  # needs Ray, whose absence is one of this command's findings
+        return judge(chosen.address, model=chosen.model, shared=chosen.shared, timeout_s=chosen.timeout)
     return examine((*CHECKS, *DEEP_CHECKS) if chosen.deep else CHECKS)
 
 

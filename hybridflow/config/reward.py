@@ -61,8 +61,10 @@ class RewardConfig(Section):
     """Processes that run reward functions."""
     timeout_s: PositiveFloat = 30.0
     """Deadline of one call; a later answer marks the sample invalid."""
+    retries: NonNegativeInt = 0
+    """How often a call that raised, was late or took its process with it is tried again."""
     max_failed_share: Share = 0.5
-    """Share of failed samples in a step above which the run stops."""
+    """Share of failed samples in a step (scoring failed, generation was cut off) above which the run stops."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """Length penalty."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

@@ -76,6 +76,9 @@ class TrainerConfig(Section):
     """Whether the run ends after that."""
     anomaly_detection: bool = False
     """Whether updates run under autograd's anomaly detection, which names the operation that first gives NaN (slow)."""
+    max_skipped_updates: PositiveInt | None = 10
+    """Updates in a row whose loss or gradient is not finite (each is skipped) after which the run stops and writes the
+    last one out for ``python -m hybridflow.replay``; None: it goes on."""
     critic_warmup: NonNegativeInt = 0
     """Trainer steps in which only the critic learns."""
     balance_batch: bool = True

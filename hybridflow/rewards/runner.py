@@ -11,7 +11,7 @@ import logging
 import multiprocessing.connection
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,8 +35,8 @@ class RewardRunner:
         self._lock = threading.Lock()
         self._processes: list[RewardProcess] = []
 
-    def score(self, samples: Sequence[Sample]) -> list[Result]:
-        """Results in the order of ``samples``.
+    def score(self, samples: Sequence[Sample], *, of: int | None = None) -> list[Result]:
+        """Results in the order of ``samples``, which are a share of ``of`` samples in the step (None: all of them).
 
         Raises:
             RewardError: a function returned something that is no score (names the sample), its file cannot be loaded,
@@ -52,9 +52,9 @@ class RewardRunner:
                 else:
                     elsewhere.append(number)
             if elsewhere:
-                tolerated = self._config.max_failed_share * len(samples) - len(_failures(outcomes))
+                tolerated = self._config.max_failed_share * (of or len(samples)) - len(_failures(outcomes))
                 outcomes |= _Round(self._config, self._processes, samples, elsewhere, tolerated).run()
-        self._judge(samples, outcomes)
+        self._judge(samples, outcomes, of or len(samples))
         return [_as_result(outcomes[number]) for number in range(len(samples))]
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class RewardRunner:
             return False
         return find_scorer(sample["data_source"]).in_process
 
-    def _judge(self, samples: Sequence[Sample], outcomes: Mapping[int, Outcome]) -> None:
+    def _judge(self, samples: Sequence[Sample], outcomes: Mapping[int, Outcome], of: int) -> None:
         for number, outcome in outcomes.items():
             if outcome[0] == "no score":
                 raise RewardError(
@@ -83,7 +83,7 @@ class RewardRunner:
         number = min(failures)
         _, cause, trace = outcomes[number]
         told = f"{len(failures)} of {len(samples)} samples could not be scored; sample {number}: {cause}\n{trace}"
-        if len(failures) > self._config.max_failed_share * len(samples):
+        if len(failures) > self._config.max_failed_share * of:
             share = self._config.max_failed_share
             raise RewardError(f"more than reward.max_failed_share={share:g} of the step failed: at least {told}")
         logger.warning("%s", told.rstrip())
@@ -105,13 +105,14 @@ class _Round:
         self._samples = samples
         self._waiting = deque(numbers)
         self._alone: deque[int] = deque()
-        """Calls that shared a process with a late one: tried again, each with a process to itself."""
+        """Calls that failed, or shared a process with a late one: tried again, each with a process to itself."""
         self._calls = len(numbers)
         self._tolerated = tolerated
         self._scorers: tuple[str, ...] = ()
         if config.custom_reward_function.path is None:
             self._scorers = tuple({find_scorer(samples[number]["data_source"]).target: None for number in numbers})
         self._outcomes: dict[int, Outcome] = {}
+        self._tries: Counter[int] = Counter()
 
     def run(self) -> dict[int, Outcome]:
         """The outcome of every call, or of those until more failed than are tolerated."""
@@ -155,7 +156,7 @@ class _Round:
                 self._end(process, f"its process ended in the call (exit code {process.await_end()})")
                 continue
             del process.running[number]
-            self._outcomes[number] = outcome
+            self._keep(number, outcome)
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
@@ -172,7 +173,15 @@ class _Round:
             self._alone.extend(calls)
             return
         for number in calls:
-            self._outcomes[number] = ("raised", cause, "")
+            self._keep(number, ("raised", cause, ""))
+
+    def _keep(self, number: int, outcome: Outcome) -> None:
+        """The outcome of a call, unless it failed and may be tried again."""
+        self._tries[number] += 1
+        if outcome[0] == "raised" and self._tries[number] <= self._config.retries:
+            self._alone.append(number)
+        else:
+            self._outcomes[number] = outcome
 
     def _busy(self) -> int:
         return sum(len(process.running) for process in self._processes)

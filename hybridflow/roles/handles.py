@@ -164,7 +164,7 @@ class RewardHandle(Handle):
 
     def compute_reward(self, batch: Batch) -> Pending[Batch]:
         """See ``roles.protocols.Reward``."""
-        return self._call("compute_reward", batch)
+        return self._call("compute_reward", batch, total_rows=len(batch))
 
 
 class WeightsHandle(Handle):

@@ -7,6 +7,7 @@ within seconds that the reward model's process is gone.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import re
 import signal
@@ -21,6 +22,8 @@ import psutil
 from hybridflow.single_controller.oom import OomKills
 
 SHARED_MEMORY = Path("/dev/shm")
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes a rank write its stacks from a signal handler in C, also while native code holds the interpreter."""
 
 
 class Mortal(Protocol):
@@ -28,6 +31,10 @@ class Mortal(Protocol):
 
     def first_death(self) -> str | None:
         """What died, as text; None while all live."""
+        ...
+
+    def keep_stacks(self) -> object:
+        """Writes the Python stacks of its processes where its stacks go."""
         ...
 
 
@@ -44,10 +51,15 @@ def dismiss(group: Mortal) -> None:
     _live.discard(group)
 
 
+def others(group: Mortal) -> list[Mortal]:
+    """Live groups of this driver beside ``group``."""
+    return [other for other in list(_live) if other is not group]
+
+
 def death_elsewhere(group: Mortal) -> str | None:
     """What died in a live group other than ``group``, as text; None when nothing did."""
-    for other in list(_live):
-        if other is not group and (text := other.first_death()) is not None:
+    for other in others(group):
+        if (text := other.first_death()) is not None:
             return text
     return None
 
@@ -152,3 +164,32 @@ def last_lines(path: str, count: int = 20) -> str:
     with contextlib.suppress(OSError):
         return "\n".join(Path(path).read_text(errors="replace").splitlines()[-count:])
     return ""
+
+
+def answer_stack_signal() -> None:
+    """This process writes its Python stacks at ``STACK_SIGNAL``, into a file that ``remove_segments`` finds."""
+    if SHARED_MEMORY.is_dir():
+        file = _stack_file(os.getpid()).open("w")  # stays open: the handler may not open files
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
+
+
+def stacks_by_signal(pid: int, *, timeout_s: float = 2.0) -> str:
+    """Stacks of a process of this machine that does not answer otherwise; empty: it does not answer this way either."""
+    file = _stack_file(pid)
+    try:
+        before = file.stat().st_size
+        os.kill(pid, STACK_SIGNAL)
+    except OSError:  # no such file: no handler, which the signal would end; or no such process
+        return ""
+    until, written = time.monotonic() + timeout_s, 0
+    while time.monotonic() < until:
+        time.sleep(0.1)
+        found = file.read_bytes()[before:]
+        if found and len(found) == written:
+            return found.decode(errors="replace")
+        written = len(found)
+    return ""
+
+
+def _stack_file(pid: int) -> Path:
+    return SHARED_MEMORY / f"hybridflow_stacks_{pid}"

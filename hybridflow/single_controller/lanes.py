@@ -20,7 +20,7 @@ from hybridflow.batch.futures import Pending, Ready
 from hybridflow.dispatch.transfer import Arguments
 from hybridflow.single_controller import health
 from hybridflow.single_controller.calls import CallTable, PreparedCall
-from hybridflow.single_controller.host import START, Failure, Place, Reply
+from hybridflow.single_controller.host import START, Failure, Place, Reply, dump_stacks, node_name
 from hybridflow.single_controller.pace import Pace, stands_at
 from hybridflow.utils.errors import DeadlineError, LostError, StateError, WorkerError
 
@@ -30,6 +30,8 @@ GRACE_S = 2.0
 """How long the other ranks' failures are waited for once one rank failed, to tell the first from those it caused."""
 PEER_GRACE_S = 8.0
 """The same while all that failed are ranks that lost a peer: the death of a node is known later than it is felt."""
+STACKS_TIMEOUT_S = 5.0
+"""How long ranks may take to say where they stand."""
 POLL_S = 0.5
 """How often a wait looks for deaths in other groups; far below the 10 s in which one must be noticed."""
 STACKS_S = 3.0
@@ -336,6 +338,7 @@ class LaneGroup:
             text += f"\nfailed as well, by the same call or because of it: {listing}"
         if call.missing:
             text += f"\ndid not answer: {', '.join(self.who(rank) for rank in call.missing)}"
+            text += self._everyones_stacks()[1]
         title = "last lines of its log" if first.died else "its traceback"
         return f"{text}\n--- rank {first.rank}, {title} ---\n{first.trace.rstrip()}" if first.trace else text
 
@@ -350,19 +353,36 @@ class LaneGroup:
         text += f"{', '.join(late)}; answered: {'rank ' + ', '.join(here) if here else 'none'}"
         if call is self._start:
             text += ". A rank without a process lacks a resource; one with a process is still building its workers"
-        stacks = self._lanes.control("dump_stacks", call.missing, 5.0)
-        for rank, stack in stacks.items():
-            text += f"\n--- rank {rank} stands at ---\n{stack.rstrip()}"
-        self._keep_stacks(stacks)
-        return text
+        stacks, kept = self._everyones_stacks()
+        for rank in call.missing:
+            if rank in stacks:
+                text += f"\n--- rank {rank} stands at ---\n{stacks[rank].rstrip()}"
+            else:
+                text += f"\n--- rank {rank} answers neither its control lane nor a signal ---"
+        return text + kept
 
-    def _keep_stacks(self, stacks: Mapping[int, str]) -> None:
-        folder = self._settings.stack_folder
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        for rank, stack in stacks.items():
-            (folder / f"stacks_{self.name}_rank{rank}.txt").write_text(stack)
+    def keep_stacks(self, timeout_s: float = STACKS_TIMEOUT_S) -> dict[int, str]:
+        """Stacks of all ranks that answer, also written to the stack folder where there is one."""
+        stacks = self._lanes.control("dump_stacks", range(self._world), timeout_s)
+        for rank in set(range(self._world)) - set(stacks):
+            place = self._lanes.place(rank)
+            if place is not None and place.node == node_name() and (stack := health.stacks_by_signal(place.pid)):
+                stacks[rank] = stack
+        if self._settings.stack_folder is not None:
+            self._settings.stack_folder.mkdir(parents=True, exist_ok=True)
+            for rank, stack in stacks.items():
+                (self._settings.stack_folder / f"stacks_{self.name}_rank{rank}.txt").write_text(stack)
+        return stacks
+
+    def _everyones_stacks(self) -> tuple[dict[int, str], str]:
+        """Stacks of this group's ranks; those of the other groups and of the driver are written beside them."""
+        stacks = self.keep_stacks()
+        if self._settings.stack_folder is None:
+            return stacks, ""
+        for other in health.others(self):
+            other.keep_stacks()
+        (self._settings.stack_folder / "stacks_driver.txt").write_text(dump_stacks())
+        return stacks, f"\nstacks of every worker and of the driver: {self._settings.stack_folder}"
 
     def _report_stall(self, call: Submission, seconds: float) -> None:
         usual = self._pace.usual_s(call.method)

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 import torch
 
 from hybridflow.dispatch.group import RankContext, WorkerSpec
+from hybridflow.single_controller import health
 from hybridflow.single_controller.host import (
     Host,
     Rendezvous,
@@ -53,6 +54,7 @@ class Plan:
 def serve_rank(work: Connection, control: Connection, packed: bytes, meeting: Rendezvous) -> None:
     """Runs one rank until the driver says stop or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to decide
+    health.answer_stack_signal()
     plan: Plan = unpack(packed)
     apply_environment(plan.environment, plan.unset)
     sys.path[:] = plan.path

@@ -56,6 +56,7 @@ class RankActor:
         return self._work(self._start, packed, meeting, backend, timeout_s), []
 
     def _start(self, packed: bytes, meeting: Any, backend: str, timeout_s: float) -> bytes:
+        load("hybridflow.single_controller.health:answer_stack_signal")()
         context, specs = load(f"{_WIRE}:unpack")(packed)
         context.mailbox = self._mailbox
         self._host = load(f"{_HOST}:Host")(context, specs, load(_STORE))

@@ -121,6 +121,15 @@ _CREDIT = (
     *_spread("algorithms/credit.py", "response_length", "tokens", "response of a usable row"),
     *_spread("algorithms/credit.py", "prompt_length", "tokens", "prompt of a usable row"),
 )
+_FAILURES = _section(
+    "trainer/failures.py",
+    ("failed/aborted", "rows", "generation was cut off from outside"),
+    ("failed/empty", "rows", "the policy ended its response at once (not counted by reward.max_failed_share)"),
+    ("failed/late", "rows", "the reward function gave no answer within reward.timeout_s"),
+    ("failed/died", "rows", "the process of the reward function ended in the call"),
+    ("failed/not_finite", "rows", "the score was NaN or infinite"),
+    ("failed/*", "rows", "the reward function raised an exception of this class"),
+)
 _FILTER = _section(
     "trainer/dynamic_sampling.py",
     ("filter_groups/rounds", "rounds", "generation rounds of this step"),
@@ -181,6 +190,7 @@ _UPDATES = tuple(
         (f"{role}/loss", "-", "whole loss"),
         (f"{role}/grad_norm", "-", "global gradient norm before clipping"),
         (f"{role}/grad_skipped", "steps", "optimizer steps skipped: loss or gradient not finite, or no token"),
+        (f"{role}/out_of_memory", "attempts", "updates done again with smaller micro-batches, for lack of memory"),
         (f"{role}/lr", "-", "learning rate of the last optimizer step"),
         (f"{role}/optimizer_steps", "steps", "optimizer steps of this trainer step, skipped ones included"),
         (f"perf/mfu/{role}", "0..1", "FLOPs of the model over what the devices could do in the time of the updates"),
@@ -244,6 +254,7 @@ SECTIONS: dict[str, tuple[MetricDoc, ...]] = {
     "The run and its times": (*_RUN, *_BATCH, *_AGREEMENT),
     "Validation": _VALIDATION,
     "Credit assignment": _CREDIT,
+    "Failed samples": _FAILURES,
     "Dynamic sampling": _FILTER,
     "Sampler against trainer": _CORRECTION,
     "Updates of the actor": _ACTOR,

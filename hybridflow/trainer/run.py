@@ -19,6 +19,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.config.root import PPOConfig
 from hybridflow.roles.protocols import Roles
 from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore
+from hybridflow.trainer.failures import failure_metrics, failures, refuse_too_many
 from hybridflow.trainer.metrics import batch_metrics
 from hybridflow.trainer.resume import plain_config, tell_changes, tell_versions, versions
 from hybridflow.trainer.saving import Saver
@@ -122,6 +123,7 @@ class Run:
             roles.checkpointed,
             overlaps=_saves_in_background(config),
             goes_on=config.trainer.save_failure == "warn",
+            deadline_s=config.trainer.timeouts.save_s,
         )
         self._metrics: dict[str, float] = {}
         self._watch = Stopwatch()
@@ -149,6 +151,16 @@ class Run:
     def record(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to the step."""
         self._metrics.update(metrics)
+
+    def note_failures(self, batch: Batch) -> None:
+        """Counts failed samples by cause, before anything is learned from the others.
+
+        Raises:
+            RewardError: more than ``reward.max_failed_share`` of the step failed.
+        """
+        found = failures(batch)
+        self.record(failure_metrics(found))
+        refuse_too_many(batch, found, self.config.reward.max_failed_share)
 
     def observe(self, batch: Batch) -> None:
         """Adds what the finished batch says about itself; writes its samples where asked."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from hybridflow.batch.futures import gather
 from hybridflow.engines.train.random_state import random_state, read_random_state, set_random_state, write_random_state
 from hybridflow.roles.protocols import Checkpointed
 from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore
+from hybridflow.utils.background import in_background
 from hybridflow.utils.errors import DeadlineError, MachineError, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -32,10 +33,17 @@ class Saver:
         roles: who has state, by folder name.
         overlaps: whether training goes on while files are written.
         goes_on: what a save that the disk refuses leads to: a loud message and a count, or the end of the run.
+        deadline_s: of the driver's own part of a save (the roles' parts have their calls' deadlines).
     """
 
     def __init__(
-        self, store: CheckpointStore, roles: Mapping[str, Checkpointed], *, overlaps: bool, goes_on: bool
+        self,
+        store: CheckpointStore,
+        roles: Mapping[str, Checkpointed],
+        *,
+        overlaps: bool,
+        goes_on: bool,
+        deadline_s: float = float("inf"),
     ) -> None:
         self.failed = 0
         """Saves that the disk refused."""
@@ -45,9 +53,9 @@ class Saver:
         self._roles = roles
         self._overlaps = overlaps
         self._goes_on = goes_on
+        self._deadline_s = deadline_s
         self._open: _Open | None = None
         self._completing: Future[Checkpoint] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(self, step: int, state: Mapping[str, Any], *, score: float | None) -> None:
         """Begins the save of ``step`` once the one before is complete; returns when training may go on.
@@ -64,6 +72,8 @@ class Saver:
             for name, role in self._roles.items():
                 (folder / name).mkdir()
                 gather(role.save_checkpoint(str(folder / name)))
+        except DeadlineError:  # an OSError by its class, and no answer of the disk
+            raise
         except (OSError, WorkerError) as error:
             self._refused(error)
         if not self._overlaps:
@@ -102,12 +112,27 @@ class Saver:
         completing, self._completing = self._completing, None
         opened, self._open = self._open, None
         try:
-            done = completing.result()
+            done = self._wait_for(completing)
+        except DeadlineError:
+            raise
         except (OSError, MachineError) as error:
             self._open = opened
             self._refused(error)
         else:
             logger.info("checkpoint %s is complete", done.folder)
+
+    def _wait_for(self, completing: Future[Checkpoint]) -> Checkpoint:
+        """The checkpoint; consumes the background thread's result, unblocked by it or by the deadline."""
+        try:
+            return completing.result(None if self._deadline_s == float("inf") else self._deadline_s)
+        except TimeoutError as error:
+            if completing.done():  # the disk's own timeout
+                raise
+            raise DeadlineError(
+                f"the checkpoint of step {self.saved_at} below {self._store.root} was not complete within "
+                f"{self._deadline_s:g} s (trainer.timeouts.save_s): digests, manifest, rename or copy wait for the "
+                f"disk. The checkpoints before it are untouched"
+            ) from error
 
     def close(self) -> None:
         """Completes what is open, also when the run ends by an error, which no further one must hide."""
@@ -116,7 +141,6 @@ class Saver:
             self.settle()
         except (WorkerError, DeadlineError) as error:
             logger.error("the checkpoint of step %s is lost with its workers: %s", self.saved_at, error)
-        self._thread.shutdown()
 
     def _finish_roles(self) -> None:
         opened = self._open
@@ -127,7 +151,8 @@ class Saver:
         except WorkerError as error:
             self._refused(error)
             return
-        self._completing = self._thread.submit(self._store.complete, opened.step, opened.state, score=opened.score)
+        complete = self._store.complete
+        self._completing = in_background("checkpoint", complete, opened.step, opened.state, score=opened.score)
 
     def _refused(self, error: OSError | MachineError | WorkerError) -> None:
         """Counts or raises what the disk refused; any other failure of a worker is raised as it is."""

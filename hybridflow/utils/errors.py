@@ -50,5 +50,13 @@ class DeadlineError(HybridFlowError, TimeoutError):
     """A wait passed its deadline; names the phase and who was waited for."""
 
 
+class NotFiniteError(HybridFlowError, FloatingPointError):
+    """Losses or gradients were not finite too often in a row; names the folder from which the last can be replayed."""
+
+
+class DeviceMemoryError(HybridFlowError, MemoryError):
+    """A device has too little memory for a single row; names phase, tokens, biggest consumers and settings."""
+
+
 class DataError(HybridFlowError, ValueError):
     """A data file or row that cannot be used; names the file, the row and the column."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hybridflow.algorithms.agreement import sampler_agreement
-from hybridflow.algorithms.contract import Loss
+from hybridflow.algorithms.contract import Counts, Loss
 from hybridflow.algorithms.credit import assign_credit
 from hybridflow.algorithms.lagrange import assign_cost_credit
 from hybridflow.algorithms.losses import ActorLoss
@@ -30,9 +30,11 @@ from hybridflow.roles.protocols import Metrics
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
 from hybridflow.workers.minibatch import micro_batching
+from hybridflow.workers.out_of_memory import explained
 from hybridflow.workers.peak_memory import PeakMemory
 from hybridflow.workers.pretraining import load_pretraining
 from hybridflow.workers.saving import TrainedWorker
+from hybridflow.workers.skips import Skips
 from hybridflow.workers.update import Schedule, memory_metrics, update_epochs
 
 logger = logging.getLogger(__name__)
@@ -96,6 +98,12 @@ class ActorWorker(TrainedWorker):
             unit=actor.optim.schedule_unit,
         )
         self._peaks = PeakMemory(context.device)
+        self._skips = Skips(
+            "actor",
+            rank=context.rank,
+            config=config,
+            source={"model_path": model_path, "vocab_limit": vocab_limit, "tokenizer_path": tokenizer_path},
+        )
         units = self._schedule.units(total_steps, config.data.train_batch_size * policy.rollout.n)
         model = replace(policy.model, path=model_path)
         self.engine = self._build_engine(model, dims, units, rollout_tp=rollout_tp, vocab_limit=vocab_limit)
@@ -167,6 +175,12 @@ class ActorWorker(TrainedWorker):
         self.engine.compare_with(reference)
         self._reference_at_work = at_work
 
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Has the devices inside, and measures and explains what the phase takes of their memory."""
+        with self.at_work(), self._reference_at_work(), explained(name, self._config), self._peaks.phase(name):
+            yield
+
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("old_log_probs", "old_entropy", "full_kl?"))
     def compute_log_prob(self, batch: Batch) -> Batch:
         """old_log_probs and old_entropy, ``[b, T]`` float32 nats of the tempered distribution.
@@ -175,7 +189,7 @@ class ActorWorker(TrainedWorker):
         """
         needs = {"log_probs"} | ({"entropy"} if self._config.actor_rollout_ref.actor.calculate_entropy else set())
         needs |= {"full_kl"} if self._config.exact_kl_in_reward else set()
-        with self.at_work(), self._reference_at_work(), self._peaks.phase("compute_log_prob"):
+        with self._phase("compute_log_prob"):
             found = self.engine.forward(
                 batch, frozenset(needs), temperature=self._temperature, micro=self._forward_micro
             )
@@ -204,7 +218,7 @@ class ActorWorker(TrainedWorker):
     @register(dispatch="MESH_3D", reads=(*SEQUENCE, *CREDIT, "row_index"))
     def update_actor(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
         """All mini-batches and epochs of one trainer step; metrics (but for times) are the same on every rank."""
-        with self.at_work(), self._reference_at_work(), self._peaks.phase("update_actor"):
+        with self._phase("update_actor"):
             metrics = update_epochs(
                 self.engine,
                 batch,
@@ -217,8 +231,15 @@ class ActorWorker(TrainedWorker):
                 prefix="actor",
                 pretraining=self._pretraining,
                 find_anomaly=self._config.trainer.anomaly_detection,
+                skips=self._skips,
             )
         return metrics | memory_metrics(self.engine, self._peaks)
+
+    def update_once(self, rows: Batch, counts: Counts) -> Metrics:
+        """One optimizer step on ``rows``; for ``python -m hybridflow.replay``."""
+        return self.engine.update(
+            rows, self._loss, temperature=self._temperature, micro=self._train_micro, counts=counts
+        )
 
     @register(dispatch="ONE_TO_ALL")
     def save_checkpoint(self, folder: str) -> None:

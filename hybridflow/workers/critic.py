@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+from hybridflow.algorithms.contract import Counts
 from hybridflow.algorithms.losses import CriticLoss
 from hybridflow.batch.batch import Batch
 from hybridflow.config.root import PPOConfig
@@ -16,8 +19,10 @@ from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
 from hybridflow.workers.actor import SEQUENCE
 from hybridflow.workers.minibatch import micro_batching
+from hybridflow.workers.out_of_memory import explained
 from hybridflow.workers.peak_memory import PeakMemory
 from hybridflow.workers.saving import TrainedWorker
+from hybridflow.workers.skips import Skips
 from hybridflow.workers.update import Schedule, memory_metrics, update_epochs
 
 
@@ -37,6 +42,7 @@ class CriticWorker(TrainedWorker):
             unit=critic.optim.schedule_unit,
         )
         self._peaks = PeakMemory(context.device)
+        self._skips = Skips("critic", rank=context.rank, config=config, source={"model_path": model_path})
         self._sharding = critic.sharding
         self._checkpoint = critic.checkpoint
         self.engine: TrainEngine = load(TRAIN_ENGINES[critic.strategy])(
@@ -51,7 +57,7 @@ class CriticWorker(TrainedWorker):
             seed=config.trainer.seed,
             share_prompts=config.shares_prompts("critic"),
         )
-        self._find_anomaly = config.trainer.anomaly_detection
+        self._config = config
         self._loss = CriticLoss(critic, max_response_length=config.response_length)
         self._train_micro = micro_batching(
             dynamic=critic.use_dynamic_bsz,
@@ -66,17 +72,23 @@ class CriticWorker(TrainedWorker):
             sp=dims.sp,
         )
 
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Has the devices inside, and measures and explains what the phase takes of their memory."""
+        with self.at_work(), explained(name, self._config, critic=True), self._peaks.phase(name):
+            yield
+
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("values",))
     def compute_values(self, batch: Batch) -> Batch:
         """values, ``[b, T]`` float32: return expected before each response token (never tempered)."""
-        with self.at_work(), self._peaks.phase("compute_values"):
+        with self._phase("compute_values"):
             found = self.engine.forward(batch, frozenset({"values"}), temperature=1.0, micro=self._forward_micro)
         return Batch({"values": found["values"]})
 
     @register(dispatch="MESH_3D", reads=(*SEQUENCE, "values", "returns", "loss_mask", "row_index"))
     def update_critic(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
         """All mini-batches and epochs of one trainer step."""
-        with self.at_work(), self._peaks.phase("update_critic"):
+        with self._phase("update_critic"):
             metrics = update_epochs(
                 self.engine,
                 batch,
@@ -87,6 +99,11 @@ class CriticWorker(TrainedWorker):
                 total_rows=total_rows,
                 step=step,
                 prefix="critic",
-                find_anomaly=self._find_anomaly,
+                find_anomaly=self._config.trainer.anomaly_detection,
+                skips=self._skips,
             )
         return metrics | memory_metrics(self.engine, self._peaks)
+
+    def update_once(self, rows: Batch, counts: Counts) -> Metrics:
+        """One optimizer step on ``rows``; for ``python -m hybridflow.replay``."""
+        return self.engine.update(rows, self._loss, temperature=1.0, micro=self._train_micro, counts=counts)

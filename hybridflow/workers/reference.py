@@ -14,6 +14,7 @@ from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
 from hybridflow.workers.actor import SEQUENCE, ActorWorker
 from hybridflow.workers.minibatch import micro_batching
+from hybridflow.workers.out_of_memory import explained
 from hybridflow.workers.residence import resident
 
 
@@ -35,6 +36,7 @@ class ReferenceWorker:
         vocab_limit: int | None = None,
     ) -> None:
         policy = config.actor_rollout_ref
+        self._config = config
         self._temperature = policy.rollout.temperature
         self._micro = micro_batching(
             dynamic=policy.ref.log_prob_use_dynamic_bsz,
@@ -70,6 +72,6 @@ class ReferenceWorker:
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """ref_log_probs, ``[b, T]`` float32 nats of the tempered distribution."""
-        with self._at_work():
+        with self._at_work(), explained("compute_ref_log_prob", self._config):
             found = self._forward(batch, frozenset({"log_probs"}), temperature=self._temperature, micro=self._micro)
         return Batch({"ref_log_probs": found["log_probs"]})

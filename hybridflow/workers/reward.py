@@ -36,16 +36,17 @@ class RewardWorker:
         self._runner = RewardRunner(config.reward)
 
     @register(dispatch="DP_COMPUTE", reads=READS, writes=("score", "reward_info", "response_text", "valid"))
-    def compute_reward(self, batch: Batch) -> Batch:
+    def compute_reward(self, batch: Batch, *, total_rows: int | None = None) -> Batch:
         """score ``[b]`` float64, reward_info, response_text, and valid without the samples whose scoring failed.
 
-        A failed sample has score NaN, never 0: nothing downstream may read it.
+        A failed sample has score NaN, never 0: nothing downstream may read it. ``total_rows``: of all ranks together,
+        of which ``reward.max_failed_share`` is taken; None: this rank's.
         """
         valid = batch["valid"].clone()
         positions = valid.nonzero().squeeze(1).tolist()
         ids, lengths = batch["response_ids"].tolist(), batch["response_length"].tolist()
         texts = self._tokenizer.decode_responses([row[:length] for row, length in zip(ids, lengths, strict=True)])
-        results = self._runner.score(_samples(batch, positions, texts))
+        results = self._runner.score(_samples(batch, positions, texts), of=total_rows)
         score = torch.full((len(batch),), float("nan"), dtype=torch.float64)
         info: list[dict[str, object]] = [{} for _ in range(len(batch))]
         for position, result in zip(positions, results, strict=True):

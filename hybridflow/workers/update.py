@@ -28,6 +28,7 @@ from hybridflow.workers.diagnosis import explain_skip
 from hybridflow.workers.minibatch import mini_batches
 from hybridflow.workers.peak_memory import PeakMemory
 from hybridflow.workers.pretraining import Pretraining
+from hybridflow.workers.skips import Skips
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +66,14 @@ def update_epochs(
     prefix: str,
     pretraining: Pretraining | None = None,
     find_anomaly: bool = False,
+    skips: Skips | None = None,
 ) -> dict[str, float]:
     """Metrics of the step: means over its optimizer steps (maxima for ``*_max``), skipped steps, costs.
 
     ``<prefix>/lr`` is the rate that the last optimizer step used. A skipped optimizer step advances the schedule too.
     ``pretraining`` joins text to every mini-batch (PPO-ptx). ``find_anomaly`` runs autograd's anomaly detection: the
     operation that gives NaN in a backward pass raises, with the place where it was called. A mini-batch that is skipped
-    though it has tokens is looked into (``diagnosis.py``).
+    though it has tokens is looked into (``diagnosis.py``), and counted by ``skips``, which ends the run after too many.
     Collective: every rank of the engine calls it with its rows of the same batch.
     """
     start = time.perf_counter()
@@ -94,6 +96,8 @@ def update_epochs(
         if metrics["grad/skipped"] and counts.tokens:
             where = f"{prefix}, step {step}, mini-batch {number + 1}"
             explain_skip(engine, rows, loss, temperature=temperature, micro=micro, where=where)
+        if skips is not None and counts.tokens:
+            skips.note(bool(metrics["grad/skipped"]), engine, rows, counts, step=step, number=number + 1)
         for name, value in metrics.items():
             per_update[name].append(value)
         if schedule.unit == "optimizer_step":
@@ -132,7 +136,7 @@ def _combine(name: str, values: list[float]) -> float:
         return max(values)
     if name.endswith("min"):
         return min(values)
-    if name.endswith("skipped"):
+    if name.endswith(("skipped", "out_of_memory")):
         return sum(values)
     if name == "lr":
         return values[-1]

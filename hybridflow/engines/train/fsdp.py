@@ -8,7 +8,8 @@ gradients once with the last, agree on loss, norm and metrics, clip, step. Losse
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_n
 from hybridflow.engines.train.parallelize import parallelize, refuse_unsupported, reshards_after_forward
 from hybridflow.engines.train.pipeline import Pipeline
 from hybridflow.engines.train.schedule import schedule
+from hybridflow.engines.train.shortage import Attempt, Budgets, Shortage, give_up
 from hybridflow.engines.train.work import Work, WorkMeter, architecture, peak_flops
 from hybridflow.models.full_kl import Reading
 from hybridflow.models.heads import Head, PackedModel, ValueModel, adapter_name, hf_name
@@ -109,6 +111,7 @@ class FSDPEngine:
         self._reference: FSDPEngine | None = None
         self._done = 0
         self._saving: checkpoint.StateSave | None = None
+        self._budgets = Budgets()
         self._optim = optim
         self._schedule = None if optim is None else schedule(optim, total_steps)
         self._optimizer = (
@@ -219,16 +222,52 @@ class FSDPEngine:
         """Without gradient: the asked-for fields of ``Outputs`` as ``[b, T]`` float32, row order kept. Collective."""
         self._model.eval()
         width = rows["response_ids"].shape[1]
-        found = {name: torch.zeros(len(rows), width, dtype=torch.float32) for name in needs}
+        micro = self._budgets.of("forward", micro)
+        while True:
+            found = {name: torch.zeros(len(rows), width, dtype=torch.float32) for name in needs}
+            attempt = self._attempt(needs)
+            self._infer_all(attempt, rows, needs, temperature, micro, found)
+            shortage = attempt.agree()
+            if shortage is None:
+                return found
+            micro = self._smaller("forward", micro, attempt, shortage)
+
+    def _infer_all(
+        self,
+        attempt: Attempt,
+        rows: Batch,
+        needs: frozenset[str],
+        temperature: float,
+        micro: MicroBatching,
+        found: Mapping[str, Tensor],
+    ) -> None:
+        """Fills ``found`` as far as the memory reaches."""
         parts, _, packs = self._cut(rows, micro)
+
+        def keep(part: Sequence[int], packed: Packed, read: Mapping[str, Tensor] | None) -> None:
+            for name, value in (read or {}).items():
+                found[name][part] = packed.unpack(value).to("cpu")
+
         with torch.no_grad():
-            for part, packed, read in zip(parts, packs, self._infer(packs, needs, temperature), strict=True):
-                for name, value in (read or {}).items():
-                    found[name][part] = packed.unpack(value).to("cpu")
-        if self._pipeline is not None:
-            self._pipeline.share(found)
+            if self._pipeline is not None:
+                outputs = self._pipeline.infer(packs, needs, temperature)
+
+                def infer() -> None:
+                    for part, packed, read in zip(parts, packs, outputs, strict=True):
+                        keep(part, packed, read)
+
+                attempt.run(infer, _nothing, tokens=max(packed.tokens for packed in packs), rows=len(rows))
+                self._pipeline.share(found)
+            else:
+                empty = pack(rows.rows([]).to(self._device))
+                for part, packed in zip(parts, packs, strict=True):
+                    attempt.run(
+                        lambda part=part, packed=packed: keep(part, packed, self._read(packed, needs, temperature)),
+                        lambda: self._read(empty, needs, temperature),
+                        tokens=packed.tokens,
+                        rows=len(part),
+                    )
         self._reshard()
-        return found
 
     def _cut(self, rows: Batch, micro: MicroBatching) -> tuple[list[list[int]], list[Batch], list[Packed]]:
         """Micro-batches, equally many on every rank: their row positions, rows on the device, packed rows."""
@@ -240,13 +279,6 @@ class FSDPEngine:
             for part, block in zip(parts, blocks, strict=True)
         ]
         return parts, blocks, packs
-
-    def _infer(
-        self, packs: Sequence[Packed], needs: frozenset[str], temperature: float
-    ) -> Iterator[Mapping[str, Tensor] | None]:
-        if self._pipeline is not None:
-            return self._pipeline.infer(packs, needs, temperature)
-        return (self._read(packed, needs, temperature) for packed in packs)
 
     def _read(self, packed: Packed, needs: frozenset[str], temperature: float) -> Mapping[str, Tensor]:
         if "full_kl" not in needs:
@@ -289,27 +321,28 @@ class FSDPEngine:
         ``lr``. A non-finite loss or gradient, or a mini-batch without a token to learn from, skips the step and leaves
         weights and moments untouched.
 
+        A pass that runs out of memory is done again with smaller micro-batches (shortage.py); ``out_of_memory`` counts.
+
         Raises:
             EngineError: when the engine was built without an optimizer.
+            DeviceMemoryError: on every rank, when a single row is too much for one of them.
         """
         if self._optimizer is None:
             raise EngineError("this engine is frozen (optim=None): it cannot be updated")
         self._model.train()
-        self._optimizer.zero_grad(set_to_none=True)
-        _, blocks, packs = self._cut(rows, micro)
+        micro, void = self._budgets.of("update", micro), 0
+        while True:
+            self._optimizer.zero_grad(set_to_none=True)
+            attempt = self._attempt(loss.needs)
+            sums: dict[str, reduction.Part] = {}
+            packs = self._accumulate(attempt, rows, loss, sums, temperature=temperature, micro=micro, counts=counts)
+            shortage = attempt.agree()
+            if shortage is None:
+                break
+            self._optimizer.zero_grad(set_to_none=True)
+            self._reshard()
+            micro, void = self._smaller("update", micro, attempt, shortage), void + 1
         self._meter.count(packs, self._model.token_multiple)
-        sums: dict[str, reduction.Part] = {}
-
-        def loss_of(number: int, read: Mapping[str, Tensor]) -> Tensor:
-            outputs = {name: packs[number].unpack(value) for name, value in read.items()}
-            return self._scaled_loss(blocks[number], outputs, loss, counts, sums)
-
-        if self._pipeline is not None:
-            self._pipeline.train(packs, loss.needs, temperature, loss_of, self._reduce_with_backward)
-        else:
-            for number, packed in enumerate(packs):
-                self._reduce_with_backward(number == len(packs) - 1)
-                loss_of(number, self._read(packed, loss.needs, temperature)).backward()
         norm = self._settled_norm()
         metrics = reduction.gather_metrics(sums, self.dims)
         finite = math.isfinite(float(norm)) and math.isfinite(metrics.get("loss", 0.0))
@@ -319,7 +352,66 @@ class FSDPEngine:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._reshard()
-        return {**metrics, "grad/norm": float(norm), "grad/skipped": 0.0 if step else 1.0, "lr": self._rate()}
+        metrics |= {"grad/norm": float(norm), "grad/skipped": 0.0 if step else 1.0}
+        return {**metrics, "lr": self._rate(), "out_of_memory": float(void)}
+
+    def _accumulate(
+        self,
+        attempt: Attempt,
+        rows: Batch,
+        loss: Loss,
+        sums: dict[str, reduction.Part],
+        *,
+        temperature: float,
+        micro: MicroBatching,
+        counts: Counts,
+    ) -> list[Packed]:
+        """Forward and backward of every micro-batch, as far as the memory reaches; metrics go into ``sums``."""
+        _, blocks, packs = self._cut(rows, micro)
+
+        def loss_of(number: int, read: Mapping[str, Tensor]) -> Tensor:
+            outputs = {name: packs[number].unpack(value) for name, value in read.items()}
+            return self._scaled_loss(blocks[number], outputs, loss, counts, sums)
+
+        if self._pipeline is not None:
+            train = partial(self._pipeline.train, packs, loss.needs, temperature, loss_of, self._reduce_with_backward)
+            attempt.run(train, _nothing, tokens=max(packed.tokens for packed in packs), rows=len(rows))
+            return packs
+        empty = rows.rows([]).to(self._device)
+
+        def stand_in() -> None:
+            packed = pack(empty)
+            read = self._read(packed, loss.needs, temperature)
+            outputs = {name: packed.unpack(value) for name, value in read.items()}
+            self._scaled_loss(empty, outputs, loss, counts, {}).backward()
+
+        for number, packed in enumerate(packs):
+            self._reduce_with_backward(number == len(packs) - 1)
+            attempt.run(
+                lambda number=number, packed=packed: loss_of(
+                    number, self._read(packed, loss.needs, temperature)
+                ).backward(),
+                stand_in,
+                tokens=packed.tokens,
+                rows=len(blocks[number]),
+            )
+        return packs
+
+    def _attempt(self, needs: frozenset[str]) -> Attempt:
+        models: list[torch.nn.Module] = [self._model]
+        if "full_kl" in needs and self._reference is not None and self._reference is not self:
+            models.append(self._reference._model)  # it joins in every micro-batch
+        return Attempt(models, self.dims, self._device)
+
+    def _smaller(self, kind: str, micro: MicroBatching, attempt: Attempt, shortage: Shortage) -> MicroBatching:
+        """How the next attempt is cut. Collective.
+
+        Raises:
+            DeviceMemoryError: on every rank, when a single row is too much for one of them.
+        """
+        if shortage.alone:
+            raise give_up(kind, attempt, shortage, self._parameters, self._optimizer, self._device, self.dims.world)
+        return self._budgets.halve(kind, micro, shortage)
 
     def _scaled_loss(
         self,
@@ -546,3 +638,7 @@ class FSDPEngine:
             names=list(self._adapter_shapes),
             stages=self._meshes.pp,
         )
+
+
+def _nothing() -> None:
+    """Stands in where ranks cannot stay in step: the attempt has raised before."""

@@ -34,6 +34,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "exit": raise SystemExit(3)
     if solution_str == "die": os._exit(3)
     if solution_str == "text": return "1.0"
+    if solution_str.startswith("flaky"):
+        with open(ground_truth, "a") as file: file.write("x")
+        if os.path.getsize(ground_truth) <= int(solution_str[5:]): raise OSError("service is down")
     if solution_str == "nan": return float("nan")
     if solution_str == "pid": return {"score": 0.0, "pid": os.getpid()}
     if solution_str == "alarm":
@@ -180,6 +183,22 @@ def test_too_many_failures_stop_the_run_with_the_first_traceback(runner_of):
     assert not runner.score([sample("raise"), sample("a")])[0].valid
     with pytest.raises(RewardError, match=r"(?s)max_failed_share=0.5.*2 of 3.*sample 0: raised ValueError.*Traceback"):
         runner.score([sample("raise"), sample("a"), sample("raise")])
+
+
+@pytest.mark.parametrize(("failures", "retries", "valid"), [(1, 1, True), (2, 1, False), (3, 3, True), (1, 0, False)])
+def test_a_call_that_failed_is_tried_again_as_often_as_chosen(runner_of, tmp_path, failures, retries, valid):
+    calls = tmp_path / "calls"
+    results = runner_of(retries=retries).score([sample(f"flaky{failures}", str(calls)), sample("a")])
+    assert [result.valid for result in results] == [valid, True]
+    assert len(calls.read_text()) == min(failures, retries) + 1
+    assert results[0].cause == (None if valid else "raised OSError: service is down")
+
+
+def test_the_share_is_taken_of_the_whole_step_where_it_is_known(runner_of):
+    runner = runner_of(max_failed_share=0.5)
+    assert not runner.score([sample("raise")], of=2)[0].valid
+    with pytest.raises(RewardError, match="max_failed_share"):
+        runner.score([sample("raise")])
 
 
 def test_too_many_late_calls_stop_before_all_are_tried(runner_of):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
@@ -111,6 +112,19 @@ class Echo:
         """Reads from address 0, while the others wait for it."""
         if self.context.rank == rank:
             ctypes.string_at(0)
+        dist.barrier()
+
+    @register(dispatch="ONE_TO_ALL")
+    def hold_interpreter(self, *, rank: int) -> None:
+        """Stays in native code without ever giving up the interpreter lock."""
+        if rank == self.context.rank:
+            re.match(r"(a+)+$", "a" * 60 + "b")
+
+    @register(dispatch="ONE_TO_ALL")
+    def meet(self, *, late: int, seconds: float) -> None:
+        """Meets the other ranks in a barrier, on rank ``late`` only after ``seconds``."""
+        if self.context.rank == late:
+            time.sleep(seconds)
         dist.barrier()
 
     @register(dispatch="ONE_TO_ALL")

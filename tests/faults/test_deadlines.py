@@ -1,0 +1,212 @@
+"""Every wait of a run passes its deadline once: the error names phase, role and ranks, and all stacks are kept.
+
+    wait                            deadline                            here
+    call on a worker (Ray, local)   trainer.timeouts.* by phase         generation, weights, checkpoint, scoring
+    collective                      actor_rollout_ref.nccl_timeout      a rank that comes late; one that is stopped
+    engine step of several ranks    the same (engines/rollout/lockstep) tests/integration/vllm/test_vllm_ranks.py
+    reward call                     reward.timeout_s                    tests/unit/rewards/test_runner.py
+    driver's part of a checkpoint   trainer.timeouts.save_s             a file system that does not come back
+    start of Ray                    trainer.timeouts.start_s            an address where nobody answers
+    lock between waiting threads    that of the call that holds it      two threads that wait for one group
+
+Reading training data waits for nothing but the disk: it happens in the driver, without workers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from hybridflow.single_controller import health
+from hybridflow.single_controller.lanes import GroupSettings
+from hybridflow.single_controller.local_group import LocalGroup
+from hybridflow.utils.errors import DeadlineError, WorkerError
+from tests import ranks
+from tests.faults.job import start_job
+from tests.jobs import run_job
+from tests.unit.single_controller.contract import SPECS
+
+assert ranks  # the session's preloads
+SLOW_REWARD = str(Path(__file__).with_name("slow_reward.py"))
+TWO: dict[str, Any] = {"trainer.n_gpus_per_node": 2, "trainer.total_training_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"trainer.timeouts.generate_s": 0.02},
+            r"role 'rollout': generate_sequences passed its deadline of 0.02 s; no answer from rank",
+        ),
+        ({"trainer.timeouts.publish_s": 0.001}, r"role 'weights': publish passed its deadline of 0.001 s"),
+        pytest.param(
+            {"trainer.timeouts.save_s": 0.001, "trainer.save_freq": 1},
+            r"role 'actor': save_checkpoint passed its deadline of 0.001 s",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {
+                "trainer.timeouts.reward_s": 3.0,
+                "reward.timeout_s": 600,
+                "reward.custom_reward_function.path": SLOW_REWARD,
+            },
+            r"role 'reward': compute_reward passed its deadline of 3 s",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"trainer.timeouts.train_s": 0.001},
+            r"role 'actor': (compute_log_prob|update_actor) passed its deadline of 0.001 s",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"trainer.timeouts.start_s": 0.05}, r"start passed its deadline of 0.05 s", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["generate_s", "publish_s", "save_s", "reward_s", "train_s", "start_s"],
+)
+def test_a_phase_that_takes_longer_than_its_deadline_ends_the_run(tmp_path, options, message):
+    with pytest.raises(DeadlineError, match=message) as got:
+        run_job(tmp_path, **TWO, **options)
+    kept = sorted(path.name for path in (tmp_path / "stacks").iterdir())
+    assert "stacks_driver.txt" in kept
+    assert str(tmp_path / "stacks") in str(got.value)
+    if "start" not in message:
+        assert {"stacks_main_rank0.txt", "stacks_main_rank1.txt"} <= {*kept}, "every worker, not only who is late"
+
+
+def test_a_rank_that_does_not_come_to_a_collective_is_named_when_its_deadline_passes(tmp_path):
+    group = LocalGroup(
+        2, SPECS, GroupSettings(name="local", collective_timeout_s=2.0, stack_folder=tmp_path), preload=()
+    )
+    try:
+        group.wait_ready()
+        begun = time.monotonic()
+        with pytest.raises(WorkerError) as got:
+            group.call("echo", "meet", late=1, seconds=60.0).wait()
+        assert time.monotonic() - begun < 10
+        text = str(got.value)
+        assert "role 'echo', rank 0 of 2" in text and "meet raised" in text and "did not answer: rank 1 of 2" in text
+        assert "in meet" in (tmp_path / "stacks_local_rank1.txt").read_text()
+        assert (tmp_path / "stacks_local_rank0.txt").exists() and (tmp_path / "stacks_driver.txt").exists()
+    finally:
+        group.shutdown()
+
+
+def test_a_rank_in_native_code_that_holds_the_interpreter_still_shows_its_stack(tmp_path):
+    settings = GroupSettings(name="local", deadlines={"hold_interpreter": 1.0}, stack_folder=tmp_path)
+    group = LocalGroup(2, SPECS, settings, preload=())
+    try:
+        pids = [info["pid"] for info in group.call("echo", "whoami").wait()]
+        with pytest.raises(DeadlineError, match=r"no answer from rank 1 of 2 (.|\n)*in hold_interpreter"):
+            group.call("echo", "hold_interpreter", rank=1).wait()
+        assert "in hold_interpreter" in (tmp_path / "stacks_local_rank1.txt").read_text()
+    finally:
+        group.shutdown()
+    assert not any(Path(f"/dev/shm/hybridflow_stacks_{pid}").exists() for pid in pids)
+
+
+@pytest.mark.slow
+def test_a_stopped_process_ends_the_run_when_its_peer_has_waited_nccl_timeout(tmp_path):
+    """SIGSTOP: a process that neither works nor dies, as on a node that swaps or a GPU that hangs."""
+    options = {
+        "trainer.n_gpus_per_node": 2,
+        "trainer.total_training_steps": 400,
+        "actor_rollout_ref.nccl_timeout": 4,
+        "actor_rollout_ref.actor.optim.lr": 1e-5,
+    }
+    job = start_job(tmp_path, options)
+    try:
+        until = time.monotonic() + 120
+        metrics = tmp_path / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
+            assert job.poll() is None, job.communicate()[0]
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        stopped = [pid for pid in health.descendants([job.pid]) if _threads(pid) > 3][-1]
+        os.kill(stopped, signal.SIGSTOP)
+        output = job.communicate(timeout=60)[0]
+        assert job.returncode in (1, 4), output
+        assert f"pid {stopped}" in output and ("did not answer" in output or "no answer from" in output)
+        assert (tmp_path / "stacks" / "stacks_driver.txt").exists()
+    finally:
+        health.kill([job.pid, *health.descendants([job.pid])])
+
+
+def _threads(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+class StuckFileSystem(MemoryFileSystem):
+    """Takes no file until it is told to."""
+
+    protocol = "stuck"
+    released = threading.Event()
+
+    def put_file(self, *args: Any, **kwargs: Any) -> None:
+        self.released.wait(60.0)
+
+
+@pytest.fixture
+def stuck() -> Iterator[str]:
+    fsspec.register_implementation("stuck", StuckFileSystem, clobber=True)
+    StuckFileSystem.released.clear()
+    yield "stuck://bucket/run"
+    StuckFileSystem.released.set()
+
+
+def test_a_checkpoint_whose_disk_does_not_come_back_ends_the_run(tmp_path, stuck):
+    options = {"trainer.save_freq": 1, "trainer.checkpoint_copy": stuck, "trainer.timeouts.save_s": 2.0}
+    with pytest.raises(DeadlineError, match=r"checkpoint of step 1 .* was not complete within 2 s .*save_s"):
+        run_job(tmp_path, **options)
+
+
+def test_two_threads_that_wait_for_one_group_are_both_freed_by_the_deadline_of_the_first_call():
+    group = LocalGroup(2, SPECS, GroupSettings(deadlines={"doze": 1.5}), preload=())
+    errors: list[str] = []
+
+    def wait(call: Any) -> None:
+        try:
+            call.wait()
+        except (DeadlineError, WorkerError) as error:
+            errors.append(str(error))
+
+    try:
+        group.wait_ready()
+        calls = [group.call("echo", "doze", seconds=60.0), group.call("echo", "whoami")]
+        threads = [threading.Thread(target=wait, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(15.0)
+        assert not any(thread.is_alive() for thread in threads)
+        assert any("doze passed its deadline of 1.5 s" in error for error in errors)
+        assert any("whoami was not run, because" in error for error in errors)
+    finally:
+        group.shutdown()
+
+
+@pytest.mark.ray
+def test_a_cluster_that_does_not_answer_is_given_up_after_start_s(tmp_path):
+    options = {
+        "trainer.controller": "ray",
+        "trainer.timeouts.start_s": 2.0,
+        "ray_kwargs.ray_init": {"address": "127.0.0.1:1"},  # nobody is there, and Ray asks for a minute
+    }
+    job = start_job(tmp_path, options)
+    try:
+        begun = time.monotonic()
+        output = job.communicate(timeout=60)[0]
+        assert job.returncode == 4, output
+        assert "Ray on 127.0.0.1:1 was not there within 2 s (trainer.timeouts.start_s)" in output
+        assert time.monotonic() - begun < 40
+    finally:
+        health.kill([job.pid, *health.descendants([job.pid])])
