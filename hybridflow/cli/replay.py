@@ -79,6 +79,8 @@ def rebuild(update: BadUpdate, model_path: str | None = None) -> Worker:
     arguments: dict[str, Any] = {"config": config, "dims": ParallelDims(), "total_steps": 1, **source}
     worker: Worker
     if update.role == "actor":
+        if config.actor_rollout_ref.actor.use_kl_loss and config.needs_exact_kl:
+            raise DataError("a loss with the exact KL needs the reference beside the actor: it cannot be replayed yet")
         worker = ActorWorker(context, rollout_tp=1, **arguments)
     else:
         worker = CriticWorker(context, **arguments)
