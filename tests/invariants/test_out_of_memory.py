@@ -103,7 +103,7 @@ def test_on_two_ranks_all_agree_and_nobody_hangs(
 
 @pytest.mark.slow
 def test_replicas_of_shards_agree_too(folder: str) -> None:
-    case = Case(folder, dims=ParallelDims(dp_replicate=2, dp_shard=2), rows=16)
+    case = Case(folder, dims=ParallelDims(dp_replicate=2, dp_shard=2), rows=32)
     for results in run_ranks(4, two_steps, case, PLACES, (2,), "cuda", deadline_s=200.0):
         assert_equal_steps(results)
 
