@@ -115,12 +115,13 @@ def test_a_rank_in_native_code_that_holds_the_interpreter_still_shows_its_stack(
 
 
 @pytest.mark.slow
-def test_a_stopped_process_ends_the_run_when_its_peer_has_waited_nccl_timeout(tmp_path):
+def test_a_stopped_process_ends_the_run_when_its_peer_or_the_driver_has_waited_long_enough(tmp_path):
     """SIGSTOP: a process that neither works nor dies, as on a node that swaps or a GPU that hangs."""
     options = {
         "trainer.n_gpus_per_node": 2,
         "trainer.total_training_steps": 400,
         "actor_rollout_ref.nccl_timeout": 4,
+        **{f"trainer.timeouts.{phase}_s": 10.0 for phase in ("generate", "train", "reward", "publish")},
         "actor_rollout_ref.actor.optim.lr": 1e-5,
     }
     job = start_job(tmp_path, options)
