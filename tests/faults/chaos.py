@@ -1,6 +1,7 @@
 """A run that everything happens to, from one seed: kills at random moments, disks, rewards and checkpoints that fail.
 
-    python -m tests.faults.chaos FOLDER --seed 1 --worker 9 --driver 4 --node 3 --full-disk 1 ...
+    python -m tests.faults.chaos FOLDER --seed 11 --steps 42 --worker 9 --driver 4 --full-disk 1 ...
+    python -m tests.faults.chaos FOLDER --seed 12 --steps 18 --node 3 --ray-worker 3 --ray-driver 1
 
 The command is started again whenever it ends before its last step, as an operator or scheduler would; a worker's death
 it must survive by itself. In the end weights, moments and metrics equal those of a run that nobody disturbed, and a
@@ -10,7 +11,6 @@ ledger made of the samples that were written accounts for every prompt exactly o
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
 import resource
@@ -19,6 +19,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,12 +191,6 @@ class Chaos:
         assert health.wait_gone(children, timeout_s=20.0) == [], "a process outlived its driver"
         self.start()
 
-    def do_end(self) -> None:
-        """SIGTERM: the step is saved, the command ends with 143."""
-        assert self.job is not None
-        self.job.terminate()
-        assert self.job.wait(STUCK_S) in (143, -15), self.tail()
-
     def do_ray_driver(self) -> None:
         """The same on a cluster that lives on: Ray ends the ranks."""
         assert self.job is not None
@@ -232,7 +227,7 @@ class Chaos:
 
         def refused() -> bool:
             for pid in {self.job.pid, *self.ranks()} - limited:  # type: ignore[union-attr]
-                with contextlib.suppress(ProcessLookupError):
+                with suppress(ProcessLookupError):
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, (DISK_BYTES, resource.RLIM_INFINITY))
                     limited.add(pid)
             return not self.alive()
@@ -347,30 +342,18 @@ def compare(folder: Path, steps: int) -> Mapping[str, int]:
     return {"lines": len(one), "tensors": len(whole), "prompts": sum(len(epoch) for epoch in used.values())}
 
 
-def disturbed(folder: Path, *, seed: int, steps: int, counts: Mapping[str, int]) -> Chaos:
-    """The job through all faults in a seeded order: on this machine, then over two Ray nodes where faults need them."""
-    drawn = random.Random(seed)
-    here = [fault for fault, count in counts.items() for _ in range(count) if fault not in RAY]
-    there = [fault for fault, count in counts.items() for _ in range(count) if fault in RAY]
-    drawn.shuffle(here)
-    drawn.shuffle(there)
-    chaos = Chaos(folder, seed, steps)
-    try:
-        if here:
-            chaos.suffer(here)
-        if not there:
-            chaos.finish()
-            return chaos
-        if chaos.job is not None:
-            chaos.note("from here on over two nodes of Ray")
-            chaos.do_end()
-        with two_nodes(folder) as nodes:
-            chaos.nodes = nodes
-            chaos.suffer(there)
-            chaos.finish()
-        return chaos
-    finally:
-        chaos.end()
+def disturbed(folder: Path, *, seed: int, steps: int, counts: Mapping[str, int]) -> None:
+    """The job through all faults in a seeded order, on this machine or, where faults need them, over two Ray nodes."""
+    faults = [fault for fault, count in counts.items() for _ in range(count)]
+    over_nodes = any(fault in RAY for fault in faults)
+    assert all((fault in RAY) == over_nodes for fault in faults), "one run is on this machine or over nodes"
+    random.Random(seed).shuffle(faults)
+    with ExitStack() as stack:
+        nodes = stack.enter_context(two_nodes(folder)) if over_nodes else None
+        chaos = Chaos(folder, seed, steps, nodes)
+        stack.callback(chaos.end)
+        chaos.suffer(faults)
+        chaos.finish()
 
 
 def main() -> None:

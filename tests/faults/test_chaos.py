@@ -8,18 +8,9 @@ from tests.faults.chaos import assert_every_prompt_once as once
 from tests.faults.chaos import compare, disturbed, undisturbed
 
 SHORT = {"worker": 1, "driver": 1}
-LONG = {
-    "worker": 9,
-    "driver": 4,
-    "slow reward": 1,
-    "nan reward": 1,
-    "full disk": 1,
-    "damaged checkpoint": 1,
-    "node": 3,
-    "ray worker": 3,
-    "ray driver": 1,
-}
-"""20 kills, and four other troubles."""
+HERE = {"worker": 9, "driver": 4, "slow reward": 1, "nan reward": 1, "full disk": 1, "damaged checkpoint": 1}
+OVER_NODES = {"node": 3, "ray worker": 3, "ray driver": 1}
+"""Together 20 kills, and four other troubles."""
 
 
 def test_two_kills_at_random_moments_change_nothing(tmp_path):
@@ -29,12 +20,16 @@ def test_two_kills_at_random_moments_change_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ray
 @pytest.mark.timeout(1500)
-def test_twenty_kills_and_four_other_troubles_change_nothing(tmp_path):
-    disturbed(tmp_path, seed=1, steps=48, counts=LONG)
-    undisturbed(tmp_path, 48)
-    compare(tmp_path, 48)
+@pytest.mark.parametrize(
+    ("seed", "steps", "counts"),
+    [(11, 42, HERE), pytest.param(12, 18, OVER_NODES, marks=pytest.mark.ray)],
+    ids=["two ranks", "two nodes of Ray"],
+)
+def test_twenty_kills_and_four_other_troubles_change_nothing(tmp_path, seed, steps, counts):
+    disturbed(tmp_path, seed=seed, steps=steps, counts=counts)
+    undisturbed(tmp_path, steps)
+    compare(tmp_path, steps)
 
 
 def test_the_ledger_notices_a_prompt_that_was_used_twice(tmp_path):
