@@ -26,8 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(tree: dict[str, Any]) -> int:
+    """``start_run`` of the configuration that ``tree`` says."""
+    return start_run(load_config(tree))
+
+
+def start_run(config: PPOConfig) -> int:
     """Judges and plans; a dry run ends there, a real run goes on when this machine has all it needs."""
-    config = load_config(tree)
     machine = inspect_machine()
     plan = plan_run(config, machine)
     console = plan_console()

@@ -112,15 +112,16 @@ def describe(dims: ParallelDims, *, generator: bool = False) -> str:
 
 def memory_table(plan: RunPlan) -> Table:
     """Rough bytes per device."""
-    table = _table("Memory per device (estimate)", "role", "pool", "held", "during a call")
+    table = _table("Memory per device (estimate)", "role", "pool", "call", "held all the time, or during a call")
     for line in plan.memory:
-        table.add_row(line.role, line.pool, _parts(line.resident), _parts(line.peak))
+        table.add_row(line.role, line.pool, "", _parts(line.resident))
+        for phase, parts in line.phases.items():
+            table.add_row("", "", phase, _parts(parts))
     for pool in plan.pools:
         total = plan.memory_per_device(pool.pool.name)
         if total:
-            table.add_row(
-                "[bold]in all[/]", pool.pool.name, f"[bold]{size(total)}[/]", "everything held + the largest call"
-            )
+            text = f"[bold]{size(total)}[/]: everything held and the largest call"
+            table.add_row("[bold]in all[/]", pool.pool.name, "", text)
     return table
 
 

@@ -423,6 +423,12 @@ def _schedule(config: PPOConfig) -> Iterator[Problem]:
         text = f"leaves no step for the actor: the run has {steps}"
         fix = f"Use less than {steps}."
         yield Problem(key="trainer.critic_warmup", given=show(trainer.critic_warmup), text=text, fix=fix, reads=reads)
+    beyond = [step for step in config.profiler.steps if steps is not None and step > steps]
+    if beyond:
+        text = f"step {beyond[0]} lies behind the run's last: it has {steps}"
+        yield Problem(
+            key="profiler.steps", given=show(config.profiler.steps), text=text, fix=f"Use {steps} or less.", reads=reads
+        )
     if trainer.critic_warmup and not config.needs_critic:
         text = "there is no critic to warm up"
         fix = "Use 0, or algorithm.adv_estimator=gae."

@@ -99,5 +99,8 @@ REJECTIONS = (
 BYPASS_LOSSES = ("ppo_clip", "reinforce")
 GUARD_ACTIONS = ("warn", "fallback", "stop")
 EXHAUSTED_ACTIONS = ("train", "skip", "error")
+PROFILED_ROLES = ("actor", "reference", "rollout", "weights", "critic", "cost_critic", "reward")
+"""Every role that a process may host."""
+PROFILED_CONTENTS = ("cpu", "cuda", "memory", "shapes", "stack")
 POOL_ROLES = ("rollout", "critic", "reference", "reward")
 """Roles that may have a pool of their own; the actor lives in the main one, and so does every role not named."""

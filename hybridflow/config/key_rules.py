@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 POLICY = "actor_rollout_ref"
-PROFILE = "use trainer.profile_steps=[1,2]: those steps are recorded on every rank"
+PROFILE = "use profiler.steps=[1,2] (and profiler.roles, ranks, contents): torch.profiler records those steps"
 ENGINE = "use the native engine: *.strategy=fsdp2 with tensor_, pipeline_ and ulysses_sequence_parallel_size"
 TEXT_ONLY = "models and prompts are text only; remove the key"
 SCHEDULE = (
@@ -191,8 +191,10 @@ def _data_and_run() -> Iterator[Rule]:
     yield taken("trainer.del_local_ckpt_after_load", "use trainer.max_actor_ckpt_to_keep", (False,))
     yield refused("trainer.ray_wait_register_center_timeout", "use trainer.timeouts.start_s")
     yield refused("trainer.profiler.**", PROFILE)
-    yield renamed("global_profiler.steps", "trainer.profile_steps")
-    yield taken("global_profiler.tool", f"{PROFILE} with torch.profiler", ("torch",))
+    yield renamed("trainer.profile_steps", "profiler.steps")
+    yield renamed("global_profiler.steps", "profiler.steps")
+    yield renamed("global_profiler.save_path", "profiler.save_path")
+    yield taken("global_profiler.tool", PROFILE, ("torch",))
     yield taken("global_profiler.profile_continuous_steps", PROFILE, (False,))
     yield refused("global_profiler.**", PROFILE)
     transfer = "remove it: rows stay where they were produced in any case"
@@ -205,7 +207,11 @@ def _data_and_run() -> Iterator[Rule]:
 def _foreign() -> Iterator[Rule]:
     policy = tuple(f"{POLICY}.{role}" for role in ("actor", "ref", "rollout"))
     for role in (*policy, "critic", "reward_model", "reward.reward_model"):
-        yield taken(f"{role}.profiler.enable", PROFILE, (False,))
+        yield taken(f"{role}.profiler.enable", "profiler.roles names the roles that are recorded: all by default", None)
+        for name in ("all_ranks", "ranks"):
+            yield renamed(f"{role}.profiler.{name}", f"profiler.{name}")
+        yield renamed(f"{role}.profiler.tool_config.torch.contents", "profiler.contents")
+        yield taken(f"{role}.profiler.tool_config.torch.discrete", "every call has a file of its own", None)
         yield refused(f"{role}.profiler.**", PROFILE)
         for engine in ("veomni", "megatron", "torchtitan", "automodel", "mindspeed"):
             yield refused(f"{role}.{engine}.**", ENGINE)

@@ -11,6 +11,7 @@ from hybridflow.config.choices import ADV_ESTIMATORS, EXACT_KL, POLICY_LOSSES
 from hybridflow.config.constraints import Section, check_fields
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.data import DataConfig
+from hybridflow.config.profiler import ProfilerConfig
 from hybridflow.config.reward import RewardConfig
 from hybridflow.config.trainer import RayConfig, TrainerConfig
 
@@ -36,6 +37,8 @@ class PPOConfig(Section):
     """Credit assignment."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The run."""
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    """Where time and memory go."""
     ray_kwargs: RayConfig = field(default_factory=RayConfig)
     """Ray."""
 

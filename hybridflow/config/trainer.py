@@ -130,8 +130,6 @@ class TrainerConfig(Section):
     """Whether to validate, print the plan and end."""
     strict: bool = False
     """dry_run: whether what this machine lacks is fatal too."""
-    profile_steps: tuple[PositiveInt, ...] = ()
-    """Steps recorded by the profiler."""
 
     def __post_init__(self) -> None:
         check_fields(self, self._faults())

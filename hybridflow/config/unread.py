@@ -14,10 +14,7 @@ from hybridflow.config.problems import show
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.tree import defaults_tree, leaf_names
 
-NOT_READ_YET = (
-    "*.mixed_precision.buffer_dtype",
-    "trainer.profile_steps",
-)
+NOT_READ_YET = ("*.mixed_precision.buffer_dtype",)
 """Patterns of dotted keys; ``*`` stands for anything."""
 
 

@@ -12,6 +12,7 @@ workers; the only lane that runs collectives or touches tensors. *Control*: answ
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -59,6 +60,22 @@ class Mailbox:
                 return found
 
 
+class CallRecorder(Protocol):
+    """Looks on while a rank carries out its calls."""
+
+    def around(self, role: str, method: str) -> AbstractContextManager[None]:
+        """What a call runs in; entered and left in the work lane."""
+        ...
+
+
+class NoRecorder:
+    """Nobody looks on."""
+
+    def around(self, role: str, method: str) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+
 @dataclass(slots=True, kw_only=True)
 class RankContext:
     """What a worker knows about where it runs. torch.distributed's world is initialised before it is built."""
@@ -77,6 +94,8 @@ class RankContext:
     """Workers of this process by role."""
     mailbox: Mailbox = field(default_factory=Mailbox)
     """Messages that ``WorkerGroup.post`` left for this process; shared by all its workers."""
+    recorder: CallRecorder = field(default_factory=NoRecorder)
+    """Set by a worker that wants to look on (workers/profiler.py)."""
 
 
 class WorkerGroup(Protocol):

@@ -23,12 +23,13 @@ from hybridflow.launch.groups import open_groups
 from hybridflow.launch.plan import RunPlan
 from hybridflow.launch.restart import told_at_once, try_again
 from hybridflow.launch.signals import Interrupted, StopSignals
-from hybridflow.launch.specs import ModelSource, worker_specs
+from hybridflow.launch.specs import OBSERVER, ModelSource, worker_specs
 from hybridflow.roles.handles import (
     ActorHandle,
     CostCriticHandle,
     CriticHandle,
     Handle,
+    ObserverHandle,
     ReferenceHandle,
     RewardHandle,
     RolloutHandle,
@@ -178,6 +179,7 @@ def _assemble(tries: _Tries, start: StartUp, stack: ExitStack) -> tuple[PPOTrain
         tracker=tracker,
         store=tries.store,
         total_steps=total_steps,
+        observers=[ObserverHandle(group, OBSERVER) for group in groups.values()],
         bytes_moved=lambda: sum(group.bytes_moved() for group in groups.values()),
         bytes_over_fetched=lambda: sum(group.bytes_over_fetched() for group in groups.values()),
         stragglers=lambda: {name: ratio for group in groups.values() for name, ratio in group.stragglers().items()},

@@ -1,12 +1,22 @@
-"""A rough estimate of what one device holds, role by role. It is there to catch a wrong order of magnitude.
+"""An estimate of what one device holds, by role and phase, in bytes. Peaks are measured against it in
+``tests/integration/test_memory_estimate.py``.
 
-Parameters, gradients and optimizer states are exact for AdamW. Activations count the tensors that autograd keeps of a
-decoder layer; log-probs are computed in chunks, so logits never stand there for all tokens at once.
+Parameters, gradients and optimizer states are exact for AdamW. A call's own memory is that of its worst moment:
+
+    forward    one layer at work on a micro-batch, or the head: two blocks of float32 logits
+    update     (a) the head's backward: what autograd keeps of all layers, log p and its gradient, the head's gradient,
+                   and what earlier micro-batches have left of gradients
+               (b) the end of the backward: all gradients, one layer, and the embedding's gradient before it is added
+    generate   one step of the engine: its tokens through a layer, the logits of all sequences
+    publish    two buckets
+
+Lengths are the longest that the configuration allows.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.root import PPOConfig
@@ -14,11 +24,15 @@ from hybridflow.launch.hf_model import ModelFacts
 from hybridflow.launch.machine import Machine
 from hybridflow.launch.plan import BatchPlan, Device, MemoryLine, MicroPlan, RolePlan
 
-LOGIT_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once."""
+LOGITS_KEPT_BYTES = 512 << 20
+"""Log-probs of a micro-batch over the vocabulary are kept up to here, else computed again (models/logprobs.py)."""
+LOGITS_BLOCK_BYTES = 32 << 20
+"""float32 logits of one block of rows."""
 KV_BLOCK_TOKENS = 128
 """Tokens of one block of the CPU engine's cache; a sequence takes whole blocks."""
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+_REDUCED = 4
+"""Bytes of a gradient that FSDP holds before it is reduced."""
 
 
 def estimate(
@@ -44,7 +58,8 @@ def estimate(
         if role.role == "rollout":
             lines.append(_generator(config, role, batch, model, machine, device))
         elif calls:
-            line = _trained(role, calls, *sections[role.role], batch=batch, model=model)
+            trained = _Trained(role, *sections[role.role], batch=batch, model=model, config=config)
+            line = trained.line(calls)
             lines.append(replace(line, resident={}) if _reads_the_actor(config, role, roles) else line)
     return tuple(lines)
 
@@ -56,46 +71,139 @@ def _reads_the_actor(config: PPOConfig, role: RolePlan, roles: tuple[RolePlan, .
     return any(other.role == "actor" and (other.pool, other.dims) == (role.pool, role.dims) for other in roles)
 
 
-def _trained(
-    role: RolePlan,
-    calls: list[MicroPlan],
-    settings: ModelConfig,
-    sharding: FSDPConfig,
-    *,
-    batch: BatchPlan,
-    model: ModelFacts,
-) -> MemoryLine:
-    dims = role.dims
-    trains = any(call.call.startswith("update") for call in calls)
-    split = dims.dp_shard * dims.sp * dims.tp * dims.pp
-    master, compute = _BYTES[sharding.model_dtype], _BYTES[sharding.mixed_precision.param_dtype]
-    parameters = model.parameters * master // split
-    layer = (model.parameters - model.vocabulary * model.hidden) // model.layers * compute // dims.tp
-    whole = model.parameters * compute // (dims.tp * dims.pp)
-    alone = split == dims.tp * dims.pp
-    if alone:
-        gathered = whole if compute != master else 0
-    else:
-        gathered = 2 * layer if sharding.reshard_after_forward else whole
-    trained = _adapters(model, settings.lora_rank) * master // split if settings.lora_rank else parameters
-    tokens = max(_tokens(call, batch) for call in calls) // dims.sp
-    training_tokens = (
-        max((_tokens(call, batch) for call in calls if call.call.startswith("update")), default=0) // dims.sp
-    )
-    kept = (
-        training_tokens
-        * _kept_per_token(model, settings.enable_gradient_checkpointing)
-        * compute
-        // (dims.tp * dims.pp)
-    )
-    logits = (
-        0 if role.role.endswith("critic") else min(tokens, LOGIT_CHUNK_TOKENS) * model.vocabulary * 4 * 2 // dims.tp
-    )
-    resident = {"parameters": parameters} | ({"optimizer": 2 * trained} if trains else {})
-    peak = {"gathered layers": gathered, "activations": kept, "logits": logits}
-    return MemoryLine(
-        role=role.role, pool=role.pool, resident=resident, peak=peak | ({"gradients": trained} if trains else {})
-    )
+class _Trained:
+    """The memory of a role that runs on the training engine."""
+
+    def __init__(
+        self,
+        role: RolePlan,
+        settings: ModelConfig,
+        sharding: FSDPConfig,
+        *,
+        batch: BatchPlan,
+        model: ModelFacts,
+        config: PPOConfig,
+    ) -> None:
+        dims = role.dims
+        self._role = role
+        self._batch = batch
+        self._model = model
+        self._checkpointing = settings.enable_gradient_checkpointing
+        self._reshards = sharding.reshard_after_forward
+        self._entropy = role.role == "actor" and config.actor_rollout_ref.actor.entropy_coeff != 0
+        self._master = _BYTES[sharding.model_dtype]
+        self._compute = _BYTES[sharding.mixed_precision.param_dtype]
+        self._reads_words = not role.role.endswith("critic") and role.role != "reward"
+        self._cut = dims.tp * dims.pp
+        self._split = dims.dp_shard * dims.sp * self._cut
+        self._fsdp = self._split > self._cut or self._compute != self._master
+        self._embedding = model.vocabulary * model.hidden // dims.tp
+        self._sizes = model.parameters
+        if not self._reads_words and not model.tied:
+            self._sizes -= model.vocabulary * model.hidden  # a value head in the place of the output layer
+        self._parameters = self._sizes * self._master // self._split
+        adapters = _adapters(model, settings.lora_rank)
+        self._gradients = adapters * self._master // self._split if settings.lora_rank else self._parameters
+        self._full_gradients = (adapters or self._sizes) * _REDUCED // self._cut
+        self._trains_embedding = not settings.lora_rank
+
+    def line(self, calls: list[MicroPlan]) -> MemoryLine:
+        """What it holds, and what each of ``calls`` adds."""
+        trains = any(call.call.startswith("update") for call in calls)
+        resident = {"parameters": self._parameters} | ({"optimizer": 2 * self._gradients} if trains else {})
+        phases = {
+            call.call: self._update(call) if call.call.startswith("update") else self._forward(call) for call in calls
+        }
+        return MemoryLine(role=self._role.role, pool=self._role.pool, resident=resident, phases=phases)
+
+    def _forward(self, call: MicroPlan) -> Mapping[str, int]:
+        tokens, read = self._tokens(call)
+        model, tp = self._model, self._role.dims.tp
+        heads, kv = model.heads * model.head_dim // tp, max(1, model.kv_heads // tp) * model.head_dim
+        # Embeddings, residual stream twice and a normalised copy; cosines and sines; the wider of both blocks.
+        around = 4 * model.hidden + 2 * model.head_dim
+        at_work = tokens * (around + max(3 * model.intermediate // tp, 4 * heads + 2 * kv)) * self._compute
+        hidden = (tokens + read) * model.hidden * self._compute
+        logits = 2 * self._block(read)
+        gathered = {"gathered layers": self._gathered(backward=False)} if self._fsdp else {}
+        if hidden + logits > at_work:
+            return gathered | {"activations": hidden, "logits": logits}
+        return gathered | {"activations": at_work}
+
+    def _update(self, call: MicroPlan) -> Mapping[str, int]:
+        tokens, read = self._tokens(call)
+        layers, model = max(1, self._model.layers // self._role.dims.pp), self._model
+        of_layer = tokens * self._kept_of_layer()
+        kept = tokens * model.hidden * self._compute * layers + of_layer if self._checkpointing else layers * of_layer
+        kept += (3 * tokens + 2 * read) * model.hidden * self._compute
+        several = -(-call.rows_per_coordinate * self._longest // self._budget(call)) > 1
+        head = self._embedding * 4 if self._reads_words and self._trains_embedding else 0
+        gathered = {"gathered layers": self._gathered(backward=True)} if self._fsdp else {}
+        before = (self._full_gradients if self._fsdp else self._gradients) if several else 0
+        at_head = {"activations": kept, "logits": self._logits(read), "head gradient": head, "gradients": before}
+        # The embedding's gradient is added to what the head or an earlier micro-batch has left.
+        added = self._embedding * self._master if self._trains_embedding and (head or several) else 0
+        unreduced = self._unreduced(several) if self._fsdp else 0
+        at_end = {"activations": of_layer, "embedding gradient": added, "gradients": self._gradients + unreduced}
+        return gathered | max(at_head, at_end, key=lambda parts: sum(parts.values()))
+
+    def _kept_of_layer(self) -> int:
+        """Bytes per token that autograd keeps of one layer."""
+        model, dims = self._model, self._role.dims
+        heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        # Each norm: its input, the normalised input, its output; in half precision also a float32 copy of the input.
+        norms = 2 * model.hidden * (3 * self._compute if self._compute == 4 else 2 * self._compute + 4)
+        attention = (3 * heads + 2 * kv) * self._compute + 4 * model.heads
+        if model.kind == "qwen3":
+            attention += 2 * (heads + kv) * self._compute
+        return (norms + attention + 4 * model.intermediate * self._compute) // dims.tp
+
+    def _logits(self, read: int) -> int:
+        """Worst moment of log-probs with a gradient: log p, its gradient, and with entropy a share of it."""
+        if not self._reads_words:
+            return 0
+        copies = 3 if self._entropy else 2
+        whole = read * self._model.vocabulary * 4 // self._role.dims.tp
+        return copies * (whole if whole <= LOGITS_KEPT_BYTES else self._block(read))
+
+    def _block(self, read: int) -> int:
+        if not self._reads_words:
+            return 0
+        return min(read * self._model.vocabulary * 4 // self._role.dims.tp, LOGITS_BLOCK_BYTES)
+
+    def _gathered(self, *, backward: bool) -> int:
+        """What FSDP has gathered at once: the root (embedding and head), and the layer at work with the next one."""
+        whole = self._sizes * self._compute // self._cut
+        if self._split == self._cut and self._compute == self._master:
+            return 0
+        if not self._reshards and backward:
+            return whole
+        root = self._embedding * (1 if self._model.tied or not self._reads_words else 2)
+        return min(whole, root * self._compute + 2 * self._layer() * self._compute)
+
+    def _unreduced(self, several: bool) -> int:
+        """Gradients that FSDP has not reduced yet at the end of the last backward."""
+        if several:
+            return self._full_gradients
+        return min(self._full_gradients, (self._embedding + 2 * self._layer()) * _REDUCED)
+
+    def _layer(self) -> int:
+        model = self._model
+        outside = model.vocabulary * model.hidden * (1 if model.tied else 2)
+        return (model.parameters - outside) // model.layers // self._role.dims.tp
+
+    @property
+    def _longest(self) -> int:
+        return self._batch.prompt_length + self._batch.response_length
+
+    def _budget(self, call: MicroPlan) -> int:
+        return call.max_tokens if call.max_tokens is not None else (call.max_rows or 1) * self._longest
+
+    def _tokens(self, call: MicroPlan) -> tuple[int, int]:
+        """Tokens of the largest micro-batch on one device, and how many of them the head reads."""
+        rows = min(max(1, self._budget(call) // self._longest), call.rows_per_coordinate)
+        tokens = rows * self._longest // self._role.dims.sp
+        return tokens, tokens * self._batch.response_length // self._longest
 
 
 def _adapters(model: ModelFacts, rank: int) -> int:
@@ -105,37 +213,58 @@ def _adapters(model: ModelFacts, rank: int) -> int:
     return model.layers * rank * (attention + 3 * (model.hidden + model.intermediate))
 
 
-def _tokens(call: MicroPlan, batch: BatchPlan) -> int:
-    """Tokens of the largest micro-batch of a call."""
-    longest = batch.prompt_length + batch.response_length
-    everything = call.rows_per_coordinate * longest
-    return min(call.max_tokens if call.max_tokens is not None else (call.max_rows or 1) * longest, everything)
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """Keys and values of a generator."""
 
-
-def _kept_per_token(model: ModelFacts, checkpointing: bool) -> int:
-    """Numbers that autograd keeps per token."""
-    of_layer = 8 * model.hidden + 3 * model.intermediate + 2 * model.head_dim * (model.heads + model.kv_heads)
-    return model.layers * model.hidden + of_layer if checkpointing else model.layers * of_layer
+    held: int
+    """Bytes reserved from the start."""
+    grown: int
+    """Bytes that it takes while it generates."""
 
 
 def _generator(
     config: PPOConfig, role: RolePlan, batch: BatchPlan, model: ModelFacts, machine: Machine, device: Device
 ) -> MemoryLine:
     rollout = config.actor_rollout_ref.rollout
-    tp = role.dims.tp
-    weights = model.parameters * _BYTES[rollout.dtype] // tp
-    buckets = 2 * (rollout.checkpoint_engine.update_weights_bucket_megabytes << 20)
+    tp, item = role.dims.tp, _BYTES[rollout.dtype]
+    weights = model.parameters * item // tp
+    sequences = min(rollout.max_num_seqs, -(-batch.sequences // role.dims.dp))
+    tokens = min(rollout.max_num_batched_tokens, sequences * batch.prompt_length)
+    at_work = tokens * (2 * model.hidden + 3 * model.intermediate // tp) * item
+    logits = 3 * sequences * model.vocabulary * 4
+    alone = role.dims.world == 1 and config.rollout_shares_devices
+    buckets = 0 if alone else min(2 * (rollout.checkpoint_engine.update_weights_bucket_megabytes << 20), 2 * weights)
+    cache = _cache(config, role, batch, model, machine, device, sequences=sequences, weights=weights)
+    resident = {"generator weights": weights} | ({"KV cache": cache.held} if cache.held else {})
+    phases = {
+        "generate_sequences": ({"KV cache": cache.grown} if cache.grown else {})
+        | {"activations": at_work, "logits": logits},
+        "publish": {"transfer buffers": buckets},
+    }
+    return MemoryLine(role=role.role, pool=role.pool, resident=resident, phases=phases)
+
+
+def _cache(
+    config: PPOConfig,
+    role: RolePlan,
+    batch: BatchPlan,
+    model: ModelFacts,
+    machine: Machine,
+    device: Device,
+    *,
+    sequences: int,
+    weights: int,
+) -> _Cache:
+    rollout = config.actor_rollout_ref.rollout
     if device == "cuda" and machine.gpus:
-        cache = max(0, int(machine.gpus[0].memory_bytes * rollout.gpu_memory_utilization) - weights)
-    elif rollout.kv_cache_memory_bytes is not None:
-        cache = rollout.kv_cache_memory_bytes
-    else:
-        per_token = 2 * model.layers * max(1, model.kv_heads // tp) * model.head_dim * _BYTES[rollout.dtype]
-        sequences = min(rollout.max_num_seqs, -(-batch.sequences // role.dims.dp))
-        cache = sequences * -(-batch.model_length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS * per_token
-    buckets = min(buckets, 2 * weights)
-    resident = {"generator weights": weights} | (
-        {} if rollout.free_cache_engine and config.rollout_shares_devices and device == "cuda" else {"KV cache": cache}
-    )
-    peak = {"transfer buffers": buckets} | ({"KV cache": cache} if "KV cache" not in resident else {})
-    return MemoryLine(role=role.role, pool=role.pool, resident=resident, peak=peak)
+        share = max(0, int(machine.gpus[0].memory_bytes * rollout.gpu_memory_utilization) - weights)
+        frees = rollout.free_cache_engine and config.rollout_shares_devices
+        return _Cache(0, share) if frees else _Cache(share, 0)
+    heads = max(1, model.kv_heads // role.dims.tp)
+    per_token = 2 * model.layers * heads * model.head_dim * _BYTES[rollout.dtype]
+    if rollout.name == "hf":  # grows with the sequences; while one layer's grows, it is there twice
+        return _Cache(0, sequences * batch.model_length * per_token * (model.layers + 1) // model.layers)
+    if rollout.kv_cache_memory_bytes is not None:
+        return _Cache(rollout.kv_cache_memory_bytes, 0)
+    return _Cache(sequences * -(-batch.model_length // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS * per_token, 0)

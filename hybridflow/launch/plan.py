@@ -142,13 +142,13 @@ class MemoryLine:
     pool: str
     resident: Mapping[str, int]
     """Held all the time, or moved to host memory while the role is idle where offload is on."""
-    peak: Mapping[str, int]
-    """Held only during a call."""
+    phases: Mapping[str, Mapping[str, int]]
+    """Held only during a call, at its worst moment: by name of the call."""
 
     @property
-    def total(self) -> int:
-        """Bytes at the busiest moment of this role."""
-        return sum(self.resident.values()) + sum(self.peak.values())
+    def peak(self) -> Mapping[str, int]:
+        """The phase that takes most."""
+        return max(self.phases.values(), key=lambda parts: sum(parts.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,9 @@ WORKERS: dict[str, str] = {
 """Worker class by role, in the order in which a process builds them: weights joins the actor and rollout before it."""
 WEIGHTS_APART = {"actor": "hybridflow.workers.separate:Sender", "rollout": "hybridflow.workers.separate:Receiver"}
 """Class of the role weights beside the actor and beside the generator, where these live in different pools."""
+OBSERVER_WORKER = "hybridflow.workers.observer:ObserverWorker"
+OBSERVER = "observer"
+"""Role of the worker that looks on in every process; built last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,4 +85,6 @@ def worker_specs(
     if "weights" not in pools:
         for beside, target in WEIGHTS_APART.items():
             specs[pools[beside]].append(WorkerSpec(role="weights", target=target, kwargs={"config": config}))
+    for pool in specs.values():
+        pool.append(WorkerSpec(role=OBSERVER, target=OBSERVER_WORKER, kwargs={"config": config}))
     return specs

@@ -16,6 +16,7 @@ from hybridflow.batch.balance import balance, row_cost
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Mapped, Pending, Together
 from hybridflow.dispatch.group import WorkerGroup
+from hybridflow.roles.profiles import CallProfile, StepCosts
 from hybridflow.roles.protocols import Metrics, PublishNow, SamplingMode
 from hybridflow.utils.errors import StateError
 
@@ -177,6 +178,26 @@ class WeightsHandle(Handle):
             for rank in range(self._group.world):
                 self._group.post(PublishNow(version=version), rank=rank)
         return Mapped(call, combine_ranks)
+
+
+class ObserverHandle(Handle):
+    """The observers of one pool."""
+
+    def begin_step(self) -> Pending[None]:
+        """See ``roles.protocols.Observer``."""
+        return self._call("begin_step")
+
+    def step_costs(self) -> Pending[list[StepCosts]]:
+        """See ``roles.protocols.Observer``."""
+        return self._call("step_costs")
+
+    def start_profile(self, folder: str) -> Pending[None]:
+        """See ``roles.protocols.Observer``."""
+        return self._call("start_profile", folder)
+
+    def finish_profile(self) -> Pending[list[CallProfile]]:
+        """See ``roles.protocols.Observer``."""
+        return Mapped(self._call("finish_profile"), lambda ranks: [call for found in ranks for call in found])
 
 
 class SeparateWeightsHandle:

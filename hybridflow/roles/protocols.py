@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Pending
+from hybridflow.roles.profiles import CallProfile, StepCosts
 
 Metrics = Mapping[str, float]
 SamplingMode = Literal["train", "validate", "greedy"]
@@ -101,6 +102,26 @@ class PublishNow:
     version: int
     after_steps: int = 0
     """Engine steps of the running generation that come first."""
+
+
+class Observer(Protocol):
+    """Looks on in every process of a pool."""
+
+    def begin_step(self) -> Pending[None]:
+        """Forgets what came before."""
+        ...
+
+    def step_costs(self) -> Pending[list[StepCosts]]:
+        """What every rank has done since ``begin_step``."""
+        ...
+
+    def start_profile(self, folder: str) -> Pending[None]:
+        """Records calls from now on."""
+        ...
+
+    def finish_profile(self) -> Pending[list[CallProfile]]:
+        """What every call cost, rank by rank."""
+        ...
 
 
 class Checkpointed(Protocol):

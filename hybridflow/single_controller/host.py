@@ -231,7 +231,8 @@ class Host:
         """
         started, reader = time.perf_counter(), Reader()
         arguments = arguments.map_batches(lambda batch: batch.fetched(reader))
-        result = getattr(self.workers[role], method)(*arguments.args, **arguments.kwargs)
+        with self.context.recorder.around(role, method):
+            result = getattr(self.workers[role], method)(*arguments.args, **arguments.kwargs)
         value = self._leave(result) if wanted else None
         seconds = time.perf_counter() - started
         return Reply(value, seconds=seconds, over_fetched_bytes=reader.over_fetched_bytes)

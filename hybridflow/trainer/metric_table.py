@@ -193,15 +193,42 @@ _UPDATES = tuple(
         (f"{role}/out_of_memory", "attempts", "updates done again with smaller micro-batches, for lack of memory"),
         (f"{role}/lr", "-", "learning rate of the last optimizer step"),
         (f"{role}/optimizer_steps", "steps", "optimizer steps of this trainer step, skipped ones included"),
-        (f"perf/mfu/{role}", "0..1", "FLOPs of the model over what the devices could do in the time of the updates"),
-        (f"perf/tokens_per_second_per_device/{role}", "tokens/s", "tokens through forward and backward"),
-        (f"perf/padding_share/{role}", "0..1", "computed tokens that belong to no row"),
-        (f"perf/imbalance/{role}", "from 1", "time of the most loaded rank over the mean, in rounds of micro-batches"),
     )
 )
-_MEMORY = _section(
-    "workers/peak_memory.py",
-    ("perf/max_memory_gb/*", "10^9 bytes", "highest memory of a rank during a call: allocator (GPU), process (CPU)"),
+_WORK = (
+    *(
+        line
+        for role, what in (
+            ("actor", "in updates"),
+            ("critic", "in updates"),
+            ("cost_critic", "in updates"),
+            ("reference", "in the forward"),
+        )
+        for line in _section(
+            "workers/costs.py",
+            (f"perf/mfu/{role}", "0..1", f"FLOPs of the model over what the devices could do in that time, {what}"),
+            (f"perf/tokens_per_second_per_device/{role}", "tokens/s", f"tokens of rows, {what}"),
+            (f"perf/padding_share/{role}", "0..1", f"computed tokens that belong to no row, {what}"),
+            (f"perf/imbalance/{role}", "from 1", f"most loaded rank over the mean, by rounds of micro-batches, {what}"),
+        )
+    ),
+    *_section(
+        "workers/rollout.py",
+        ("perf/mfu/rollout", "0..1", "FLOPs of the generator's matrices over what the devices could do in that time"),
+        ("perf/tokens_per_second_per_device/rollout", "tokens/s", "tokens of responses"),
+        ("perf/imbalance/rollout", "from 1", "generation time of the slowest rank over the mean"),
+    ),
+    *_section(
+        "trainer/costs.py",
+        ("perf/compute_s/*", "s", "time in calls of the role outside collectives, mean over its ranks"),
+        ("perf/communication_s/*", "s", "time in collectives, the wait for slower ranks included, mean over ranks"),
+        ("perf/idle_s/*", "s", "the rest of the step: other roles' turn, the driver, the queue"),
+        (
+            "perf/max_memory_gb/*",
+            "10^9 bytes",
+            "highest memory of a rank in a call: allocator (GPU), process (CPU)",
+        ),
+    ),
 )
 _SAFE = (
     *_spread("algorithms/lagrange.py", "safe_rlhf/cost", "cost", "cost of a row"),
@@ -259,7 +286,8 @@ SECTIONS: dict[str, tuple[MetricDoc, ...]] = {
     "Sampler against trainer": _CORRECTION,
     "Updates of the actor": _ACTOR,
     "Updates of the critic": _CRITIC,
-    "Updates of any role": (*_UPDATES, *_MEMORY),
+    "Updates of any role": _UPDATES,
+    "Time and memory by role": _WORK,
     "Safe-RLHF": _SAFE,
     "Weights to the generator": _PUBLISH,
 }

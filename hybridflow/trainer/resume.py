@@ -27,12 +27,13 @@ _OF_TRAINER = (
     *("project_name", "experiment_name", "default_local_dir", "logger", "total_epochs", "total_training_steps"),
     *("save_freq", "test_freq", "val_*", "resume_*", "max_*", "restart_*", "keep_every", "best_metric"),
     *("checkpoint_copy", "save_failure", "log_val_generations", "*_data_dir", "timeouts.*"),
-    *("dry_run", "strict", "profile_steps"),
+    *("dry_run", "strict"),
     "threads_per_worker",
 )
 NO_EFFECT = (
     *(f"trainer.{name}" for name in _OF_TRAINER),
     "ray_kwargs.*",
+    "profiler.*",
     "*.checkpoint.*",
     "*.nccl_timeout",
     "*.val_kwargs.*",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +16,14 @@ import torch
 
 from hybridflow.algorithms.kl import KLController
 from hybridflow.batch.batch import Batch
+from hybridflow.batch.futures import gather
 from hybridflow.config.root import PPOConfig
-from hybridflow.roles.protocols import Roles
+from hybridflow.roles.protocols import Observer, Roles
 from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore
+from hybridflow.trainer.costs import cost_metrics
 from hybridflow.trainer.failures import failure_metrics, failures, refuse_too_many
 from hybridflow.trainer.metrics import batch_metrics
+from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.resume import plain_config, tell_changes, tell_versions, versions
 from hybridflow.trainer.saving import Saver
 from hybridflow.trainer.tracking import Tracker, clean_name
@@ -77,6 +80,7 @@ class Run:
         tracker: where metrics go.
         store: where checkpoints go; what it has made itself is gone on from first (a restart).
         total_steps: trainer steps.
+        observers: what says what a step cost, one for each pool.
         bytes_moved: payload bytes through the driver since the last call.
         stragglers: by method, the slowest rank's time over the median since the last call.
         bytes_over_fetched: bytes that ranks read beyond their own rows since the last call.
@@ -95,6 +99,7 @@ class Run:
         tracker: Tracker,
         store: CheckpointStore,
         total_steps: int,
+        observers: Sequence[Observer],
         bytes_moved: Callable[[], int],
         stragglers: Callable[[], Mapping[str, float]],
         bytes_over_fetched: Callable[[], int],
@@ -110,6 +115,8 @@ class Run:
         self._prompts = prompts
         self._validation = validation
         self._tracker = tracker
+        self._observers = observers
+        self._profiler = StepProfiler(config.profiler, observers, Path(config.trainer.default_local_dir))
         self._bytes_moved = bytes_moved
         self._stragglers = stragglers
         self._bytes_over_fetched = bytes_over_fetched
@@ -173,19 +180,19 @@ class Run:
     def step(self, step: int) -> Iterator[None]:
         """Collects the metrics of one step."""
         self._metrics = {"training/global_step": float(step), "training/epoch": float(self._prompts.epoch)}
+        for call in [observer.begin_step() for observer in self._observers]:
+            gather(call)
         self._watch.take()  # what came between two steps belongs to neither
         self._bytes_moved()
         self._bytes_over_fetched()
         self._stragglers()
-        with self.phase("step"):
+        with self._profiler.step(step), self.phase("step"):
             yield
-        self.record(
-            {
-                "perf/driver_bytes": float(self._bytes_moved()),
-                "perf/over_fetch_bytes": float(self._bytes_over_fetched()),
-            }
-        )
-        self.record({f"perf/straggler/{method}": ratio for method, ratio in self._stragglers().items()})
+            self.record({"perf/driver_bytes": float(self._bytes_moved())})
+            self.record({"perf/over_fetch_bytes": float(self._bytes_over_fetched())})
+            self.record({f"perf/straggler/{method}": ratio for method, ratio in self._stragglers().items()})
+        costs = [gather(call) for call in [observer.step_costs() for observer in self._observers]]
+        self.record(cost_metrics(costs, self._watch.seconds["step"]))
 
     def before(self, done: int) -> None:
         """Validates before the first step, unless the run goes on from a checkpoint."""
@@ -199,6 +206,8 @@ class Run:
     def steps(self, done: int) -> Iterator[int]:
         """Steps ``done + 1 .. total``; asked to stop, it saves what is not saved yet and ends."""
         for step in range(done + 1, self.total_steps + 1):
+            if self._profiler.over(step - 1):
+                return
             if self._stop_asked():
                 self.interrupted = True
                 if self.config.trainer.save_freq > 0 and step > 1 and self._saver.saved_at != step - 1:

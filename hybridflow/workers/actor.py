@@ -31,11 +31,10 @@ from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.optional import load
 from hybridflow.workers.minibatch import micro_batching
 from hybridflow.workers.out_of_memory import explained
-from hybridflow.workers.peak_memory import PeakMemory
 from hybridflow.workers.pretraining import load_pretraining
 from hybridflow.workers.saving import TrainedWorker
 from hybridflow.workers.skips import Skips
-from hybridflow.workers.update import Schedule, memory_metrics, update_epochs
+from hybridflow.workers.update import Schedule, update_epochs
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +96,6 @@ class ActorWorker(TrainedWorker):
             shuffle_seed=config.trainer.seed if actor.shuffle else None,
             unit=actor.optim.schedule_unit,
         )
-        self._peaks = PeakMemory(context.device)
         self._skips = Skips(
             "actor",
             rank=context.rank,
@@ -177,8 +175,8 @@ class ActorWorker(TrainedWorker):
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Has the devices inside, and measures and explains what the phase takes of their memory."""
-        with self.at_work(), self._reference_at_work(), explained(name, self._config), self._peaks.phase(name):
+        """Has the devices inside, and explains where their memory went when it does not suffice."""
+        with self.at_work(), self._reference_at_work(), explained(name, self._config):
             yield
 
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("old_log_probs", "old_entropy", "full_kl?"))
@@ -193,6 +191,7 @@ class ActorWorker(TrainedWorker):
             found = self.engine.forward(
                 batch, frozenset(needs), temperature=self._temperature, micro=self._forward_micro
             )
+        self.engine.work()  # the metrics of its work are those of updates
         entropy = found.pop("entropy", torch.zeros_like(found["log_probs"]))
         return Batch({"old_log_probs": found.pop("log_probs"), "old_entropy": entropy, **found})
 
@@ -219,7 +218,7 @@ class ActorWorker(TrainedWorker):
     def update_actor(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
         """All mini-batches and epochs of one trainer step; metrics (but for times) are the same on every rank."""
         with self._phase("update_actor"):
-            metrics = update_epochs(
+            return update_epochs(
                 self.engine,
                 batch,
                 self._loss,
@@ -233,7 +232,6 @@ class ActorWorker(TrainedWorker):
                 find_anomaly=self._config.trainer.anomaly_detection,
                 skips=self._skips,
             )
-        return metrics | memory_metrics(self.engine, self._peaks)
 
     def update_once(self, rows: Batch, counts: Counts) -> Metrics:
         """One optimizer step on ``rows``; for ``python -m hybridflow.replay``."""

@@ -20,10 +20,9 @@ from hybridflow.utils.optional import load
 from hybridflow.workers.actor import SEQUENCE
 from hybridflow.workers.minibatch import micro_batching
 from hybridflow.workers.out_of_memory import explained
-from hybridflow.workers.peak_memory import PeakMemory
 from hybridflow.workers.saving import TrainedWorker
 from hybridflow.workers.skips import Skips
-from hybridflow.workers.update import Schedule, memory_metrics, update_epochs
+from hybridflow.workers.update import Schedule, update_epochs
 
 
 class CriticWorker(TrainedWorker):
@@ -41,7 +40,6 @@ class CriticWorker(TrainedWorker):
             shuffle_seed=config.trainer.seed if critic.shuffle else None,
             unit=critic.optim.schedule_unit,
         )
-        self._peaks = PeakMemory(context.device)
         self._skips = Skips("critic", rank=context.rank, config=config, source={"model_path": model_path})
         self._sharding = critic.sharding
         self._checkpoint = critic.checkpoint
@@ -74,8 +72,8 @@ class CriticWorker(TrainedWorker):
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Has the devices inside, and measures and explains what the phase takes of their memory."""
-        with self.at_work(), explained(name, self._config, critic=True), self._peaks.phase(name):
+        """Has the devices inside, and explains where their memory went when it does not suffice."""
+        with self.at_work(), explained(name, self._config, critic=True):
             yield
 
     @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("values",))
@@ -83,13 +81,14 @@ class CriticWorker(TrainedWorker):
         """values, ``[b, T]`` float32: return expected before each response token (never tempered)."""
         with self._phase("compute_values"):
             found = self.engine.forward(batch, frozenset({"values"}), temperature=1.0, micro=self._forward_micro)
+        self.engine.work()  # the metrics of its work are those of updates
         return Batch({"values": found["values"]})
 
     @register(dispatch="MESH_3D", reads=(*SEQUENCE, "values", "returns", "loss_mask", "row_index"))
     def update_critic(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
         """All mini-batches and epochs of one trainer step."""
         with self._phase("update_critic"):
-            metrics = update_epochs(
+            return update_epochs(
                 self.engine,
                 batch,
                 self._loss,
@@ -102,7 +101,6 @@ class CriticWorker(TrainedWorker):
                 find_anomaly=self._config.trainer.anomaly_detection,
                 skips=self._skips,
             )
-        return metrics | memory_metrics(self.engine, self._peaks)
 
     def update_once(self, rows: Batch, counts: Counts) -> Metrics:
         """One optimizer step on ``rows``; for ``python -m hybridflow.replay``."""

@@ -8,8 +8,7 @@ since the process started.
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,11 +16,10 @@ import torch
 _RESET = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _RESET_HIGH_WATER = "5"
-_GB = 1e9
 
 
 class PeakMemory:
-    """Peaks by phase since the last ``take``.
+    """The highest memory of this process since the last ``reset``.
 
     Args:
         device: ``cpu`` or ``cuda:i``.
@@ -29,31 +27,17 @@ class PeakMemory:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._bytes: dict[str, int] = {}
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Keeps the peak of what happens inside under ``name``, the largest when it is entered more than once."""
-        self._reset()
-        try:
-            yield
-        finally:
-            self._bytes[name] = max(self._bytes.get(name, 0), self._peak())
-
-    def take(self) -> dict[str, float]:
-        """``perf/max_memory_gb/<phase>``, 10^9 bytes, of every phase since the last call."""
-        found = {f"perf/max_memory_gb/{name}": count / _GB for name, count in self._bytes.items()}
-        self._bytes.clear()
-        return found
-
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Starts anew."""
         if self._device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
             with suppress(OSError):
                 _RESET.write_text(_RESET_HIGH_WATER)
 
-    def _peak(self) -> int:
+    def bytes(self) -> int:
+        """The highest number of bytes held at one time."""
         if self._device.startswith("cuda"):
             return torch.cuda.max_memory_allocated(self._device)
         if _STATUS.exists():

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig
 
 from hybridflow.batch.batch import Batch
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import RankContext
 from hybridflow.dispatch.register import register
-from hybridflow.engines.rollout.base import Completion, Request, RolloutEngine, SamplingParams, generate
+from hybridflow.engines.rollout.base import Completion, Part, Request, RolloutEngine, SamplingParams, generate
+from hybridflow.engines.rollout.inflight import DTYPES
 from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
+from hybridflow.engines.train.work import peak_flops
 from hybridflow.hybrid_engine.residency import Actions, Residency, State
 from hybridflow.hybrid_engine.start_check import check_layout
 from hybridflow.roles.protocols import PublishNow, SamplingMode
@@ -61,6 +66,9 @@ class RolloutWorker:
         self._steps = 0
         self.publish: Callable[[int], None] = _no_publisher
         """Brings new weights between two steps; the weights worker puts itself here."""
+        self._context = context
+        self._done = torch.zeros(3, dtype=torch.float64)
+        """Tokens of responses, FLOPs and seconds since they were last asked for."""
         self._eos = eos_token_ids
         rollout = config.actor_rollout_ref.rollout
         # On devices of its own nobody needs the memory that it would free.
@@ -83,8 +91,10 @@ class RolloutWorker:
             vocab_limit=vocab_limit,
             seed=config.trainer.seed,
         )
+        stored = self.engine.parameters()
+        self._flops = TokenFlops(stored.parts)
         check_layout(
-            self.engine.parameters(),
+            stored,
             AutoConfig.from_pretrained(model_path),
             tp=dims.tp,
             tp_rank=context.rank % dims.tp,
@@ -110,7 +120,9 @@ class RolloutWorker:
             self.residency.to_generating()
         self.engine.clear_caches()
         self._steps = 0
+        start = time.perf_counter()
         completions = generate(self.engine, self._requests(prompts, step, mode), between_steps=self._between_steps)
+        self._count(prompts["prompt_length"].tolist(), completions, time.perf_counter() - start)
         if self._frees_memory:
             self.residency.to_training()
         return to_columns(completions)
@@ -128,6 +140,36 @@ class RolloutWorker:
         self._asked = [message for message in self._asked if message.version > self.engine.version]
         if self.engine.announced > self.engine.version:
             self.publish(self.engine.announced)
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """Bytes of weights and KV cache on this rank."""
+        return self.engine.memory_bytes()
+
+    def _count(self, prompts: Sequence[int], completions: Sequence[Completion], seconds: float) -> None:
+        responses = [len(completion.token_ids) for completion in completions]
+        flops = self._flops(sum(prompts), sum(responses))
+        self._done += torch.tensor([sum(responses), flops, seconds], dtype=torch.float64)
+
+    def take_work(self) -> Mapping[str, float]:
+        """MFU, tokens of responses per second and device, and balance since the last call. Collective."""
+        (tokens, flops, seconds), self._done = self._done.tolist(), torch.zeros(3, dtype=torch.float64)
+        world = self._context.world
+        sums = torch.tensor([tokens, flops, seconds], dtype=torch.float64, device=self._context.device)
+        slowest = sums[2].clone()
+        if world > 1:
+            dist.all_reduce(sums)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        tokens, flops, seconds = sums.tolist()
+        if not seconds:
+            return {}
+        device_seconds = float(slowest) * world
+        peak = peak_flops(self._context.device, getattr(torch, DTYPES[self._config.actor_rollout_ref.rollout.dtype]))
+        # Tensor-parallel ranks have counted the same sequences.
+        return {
+            "perf/tokens_per_second_per_device/rollout": tokens / self.dims.tp / device_seconds,
+            "perf/mfu/rollout": flops / self.dims.tp / device_seconds / peak,
+            "perf/imbalance/rollout": device_seconds / seconds,
+        }
 
     def _requests(self, prompts: Batch, step: int, mode: SamplingMode) -> list[Request]:
         sampling = self._sampling(mode)
@@ -162,6 +204,25 @@ class RolloutWorker:
 def _no_publisher(version: int) -> None:
     """A generator whose weights come from nowhere."""
     raise StateError(f"version {version} was asked for between two steps, but no weights worker is in this process")
+
+
+class TokenFlops:
+    """FLOPs of a generator's matrices; those of attention are left out (they grow with the context).
+
+    Args:
+        parts: what one rank stores; full shapes count.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        shapes = {part.hf_name: part.hf_shape for part in parts if len(part.hf_shape) == 2}
+        embedding = next((math.prod(shape) for name, shape in shapes.items() if "embed_tokens" in name), 0)
+        self._head = next((math.prod(shape) for name, shape in shapes.items() if "lm_head" in name), embedding)
+        inside = (shape for name, shape in shapes.items() if "embed_tokens" not in name and "lm_head" not in name)
+        self._layers = sum(math.prod(shape) for shape in inside)
+
+    def __call__(self, prompt_tokens: int, response_tokens: int) -> float:
+        """FLOPs of sampling ``response_tokens``; only they reach the head."""
+        return 2.0 * ((prompt_tokens + response_tokens) * self._layers + response_tokens * self._head)
 
 
 def to_columns(completions: Sequence[Completion]) -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def begin_save(engine: TrainEngine, folder: str, config: CheckpointContentsConfi
 
 
 class TrainedWorker:
-    """A worker with an engine that is trained, and so saved and restored; base of the actor and the critics."""
+    """A worker with an engine that is trained, saved, restored and measured; base of actor and critics."""
 
     engine: TrainEngine
     _sharding: FSDPConfig
@@ -39,6 +39,10 @@ class TrainedWorker:
         """Has the devices for this role inside."""
         with resident(self.engine, self._sharding):
             yield
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """Bytes of parameters, gradients and optimizer state on this rank."""
+        return self.engine.held_bytes()
 
     @register(dispatch="ONE_TO_ALL")
     def save_checkpoint(self, folder: str) -> None:

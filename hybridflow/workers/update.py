@@ -1,15 +1,6 @@
 """One trainer step of learning, shared by actor and critic: epochs x mini-batches, and the learning-rate schedule.
 
-Beside the loss's own metrics a step reports what it cost (``<role>`` is actor or critic):
-
-    perf/mfu/<role>                 FLOPs of the model (engines/train/work.py) / seconds / devices / a device's peak:
-                                    the datasheet's on known GPUs, elsewhere that of a matrix product measured once
-    perf/tokens_per_second_per_device/<role>
-                                    tokens of rows through forward and backward
-    perf/padding_share/<role>       computed tokens that belong to no row (roundings, ranks without rows), 0 to 1
-    perf/imbalance/<role>           time of the most loaded rank in every round of micro-batches over the mean, from 1
-    perf/max_memory_gb/<phase>      highest memory of a rank during compute_log_prob, update_actor, compute_values,
-                                    update_critic (workers/peak_memory.py)
+Beside the loss's own metrics a step reports what it cost (workers/costs.py).
 """
 
 from __future__ import annotations
@@ -24,9 +15,9 @@ from hybridflow.algorithms.contract import Loss
 from hybridflow.batch.batch import Batch
 from hybridflow.engines.train.base import MicroBatching, TrainEngine
 from hybridflow.utils.seeding import derive_seed
+from hybridflow.workers.costs import work_metrics
 from hybridflow.workers.diagnosis import explain_skip
 from hybridflow.workers.minibatch import mini_batches
-from hybridflow.workers.peak_memory import PeakMemory
 from hybridflow.workers.pretraining import Pretraining
 from hybridflow.workers.skips import Skips
 
@@ -107,22 +98,7 @@ def update_epochs(
     if schedule.unit == "trainer_step":
         engine.schedule_step()
     combined[f"{prefix}/optimizer_steps"] = float(max((len(values) for values in per_update.values()), default=0))
-    return combined | _costs(engine, seconds, prefix)
-
-
-def _costs(engine: TrainEngine, seconds: float, prefix: str) -> dict[str, float]:
-    work, devices = engine.work(), engine.dims.world
-    return {
-        f"perf/mfu/{prefix}": work.flops / (seconds * devices * engine.peak_flops()),
-        f"perf/tokens_per_second_per_device/{prefix}": work.tokens / (seconds * devices),
-        f"perf/padding_share/{prefix}": 1.0 - work.tokens / work.slots if work.slots else 0.0,
-        f"perf/imbalance/{prefix}": work.imbalance,
-    }
-
-
-def memory_metrics(engine: TrainEngine, peaks: PeakMemory) -> dict[str, float]:
-    """``perf/max_memory_gb/<phase>``, the worst rank's. Collective: every rank has been through the same phases."""
-    return {name: engine.largest(value) for name, value in sorted(peaks.take().items())}
+    return combined | work_metrics(engine, seconds, prefix)
 
 
 def _named(name: str, prefix: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs small main jobs at one layout, one after the other, and leaves their metrics: arguments LAYOUT FOLDER.
+"""Runs small main jobs at one layout, one after the other, and leaves their metrics: arguments LAYOUT FOLDER JOB...
 
 Also watched: the rows that ranks keep for a step are gone when it ends.
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hybridflow.single_controller import health
 from hybridflow.single_controller.segments import segments_of
 from hybridflow.trainer.ppo import PPOTrainer
 from hybridflow.trainer.run import Run
-from tests.jobs import run_job
+from tests.jobs import SMALL, run_job
 
 ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -33,13 +34,26 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_layout(layout: str, folder: Path) -> None:
-    """Runs every job of ``JOBS`` at ``layout`` into ``folder/<job>``."""
+def options(layout: str) -> dict[str, Any]:
+    """Degrees of every training role, and the ranks."""
     degrees = {f"{role}.{name}": size for role in ROLES for name, size in LAYOUTS[layout].items()}
-    ranks = {"trainer.n_gpus_per_node": 1 if layout == "one" else 2, "trainer.threads_per_worker": 1}
+    return {**degrees, "trainer.n_gpus_per_node": 1 if layout == "one" else 2, "trainer.threads_per_worker": 1}
+
+
+def overrides(layout: str, rollout_tp: int, folder: Path) -> list[str]:
+    """PPO with vLLM, as arguments of ``main_ppo``."""
+    rollout = "actor_rollout_ref.rollout"
+    generator = {f"{rollout}.name": "vllm", f"{rollout}.tensor_model_parallel_size": rollout_tp}
+    given = {**SMALL, **JOBS["gae"], **options(layout), **generator, f"{rollout}.dtype": "float32"}
+    given["trainer.default_local_dir"] = str(folder)
+    return [f"{key}={value}".replace("'", "").replace(" ", "") for key, value in given.items()]
+
+
+def run_layout(layout: str, folder: Path, jobs: Sequence[str]) -> None:
+    """Runs ``jobs`` of ``JOBS`` at ``layout``, each into ``folder/<job>``."""
     watch_kept_rows()
-    for name, options in JOBS.items():
-        run_job(folder / name, **options, **degrees, **ranks)
+    for name in jobs:
+        run_job(folder / name, **JOBS[name], **options(layout))
 
 
 def watch_kept_rows() -> None:
@@ -61,4 +75,4 @@ def watch_kept_rows() -> None:
 
 
 if __name__ == "__main__":
-    run_layout(sys.argv[1], Path(sys.argv[2]))
+    run_layout(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

@@ -89,7 +89,7 @@ class TrainEngine(Protocol):
         ...
 
     def work(self) -> Work:
-        """What updates have computed since the last call, over all ranks. Collective."""
+        """What forwards and updates have computed since the last call, over all ranks. Collective."""
         ...
 
     def peak_flops(self) -> float:
@@ -98,6 +98,10 @@ class TrainEngine(Protocol):
 
     def largest(self, value: float) -> float:
         """The largest ``value`` of all ranks. Collective."""
+        ...
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state that this rank holds now."""
         ...
 
     def schedule_step(self) -> float:

@@ -22,4 +22,7 @@ def variables(device: str, threads: int) -> dict[str, str]:
     if device.startswith("cuda"):
         # Growing segments keep long and short packed micro-batches from fragmenting the allocator.
         found["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        # perf/communication_s reads every collective of a call, with its time on the device.
+        found["TORCH_FR_BUFFER_SIZE"] = "20000"
+        found["TORCH_NCCL_ENABLE_TIMING"] = "1"
     return found

@@ -23,7 +23,7 @@ from hybridflow.engines.train import checkpoint, reduction
 from hybridflow.engines.train.base import MicroBatching, Shard
 from hybridflow.engines.train.mesh import meshes
 from hybridflow.engines.train.offload import move_state, offload_activations
-from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_norm, settle_gradients
+from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_norm, held_bytes, settle_gradients
 from hybridflow.engines.train.parallelize import parallelize, refuse_unsupported, reshards_after_forward
 from hybridflow.engines.train.pipeline import Pipeline
 from hybridflow.engines.train.schedule import schedule
@@ -226,9 +226,10 @@ class FSDPEngine:
         while True:
             found = {name: torch.zeros(len(rows), width, dtype=torch.float32) for name in needs}
             attempt = self._attempt(needs)
-            self._infer_all(attempt, rows, needs, temperature, micro, found)
+            packs = self._infer_all(attempt, rows, needs, temperature, micro, found)
             shortage = attempt.agree()
             if shortage is None:
+                self._meter.count(packs, self._model.token_multiple, trains=False)
                 return found
             micro = self._smaller("forward", micro, attempt, shortage)
 
@@ -240,8 +241,8 @@ class FSDPEngine:
         temperature: float,
         micro: MicroBatching,
         found: Mapping[str, Tensor],
-    ) -> None:
-        """Fills ``found`` as far as the memory reaches."""
+    ) -> Sequence[Packed]:
+        """Fills ``found`` as far as the memory reaches; the micro-batches."""
         parts, _, packs = self._cut(rows, micro)
 
         def keep(part: Sequence[int], packed: Packed, read: Mapping[str, Tensor] | None) -> None:
@@ -268,6 +269,7 @@ class FSDPEngine:
                         rows=len(part),
                     )
         self._reshard()
+        return packs
 
     def _cut(self, rows: Batch, micro: MicroBatching) -> tuple[list[list[int]], list[Batch], list[Packed]]:
         """Micro-batches, equally many on every rank: their row positions, rows on the device, packed rows."""
@@ -342,7 +344,7 @@ class FSDPEngine:
             self._optimizer.zero_grad(set_to_none=True)
             self._reshard()
             micro, void = self._smaller("update", micro, attempt, shortage), void + 1
-        self._meter.count(packs, self._model.token_multiple)
+        self._meter.count(packs, self._model.token_multiple, trains=True)
         norm = self._settled_norm()
         metrics = reduction.gather_metrics(sums, self.dims)
         finite = math.isfinite(float(norm)) and math.isfinite(metrics.get("loss", 0.0))
@@ -465,7 +467,7 @@ class FSDPEngine:
     # -- what it costs ------------------------------------------------------------------------------------------------
 
     def work(self) -> Work:
-        """What updates have computed since the last call, over all ranks. Collective."""
+        """What forwards and updates have computed since the last call, over all ranks. Collective."""
         return self._meter.take()
 
     def peak_flops(self) -> float:
@@ -475,6 +477,10 @@ class FSDPEngine:
     def largest(self, value: float) -> float:
         """The largest ``value`` of all ranks. Collective."""
         return reduction.reduce_max(value, self.dims, self._device)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state that this rank holds now."""
+        return held_bytes(self._parameters.values(), self._optimizer)
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 

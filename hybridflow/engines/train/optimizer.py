@@ -118,3 +118,18 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, maximum: float) -> No
     gradients = local_gradients(parameters)
     if gradients and float(factor) < 1.0:
         torch._foreach_mul_(gradients, float(factor))
+
+
+def held_bytes(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Bytes of this rank's blocks: parameters, gradients, optimizer state."""
+    held = list(parameters)
+    state = [] if optimizer is None else [value for entry in optimizer.state.values() for value in entry.values()]
+    return {
+        "parameters": _bytes(held),
+        "gradients": _bytes(local_gradients(held)),
+        "optimizer": _bytes(value for value in state if isinstance(value, Tensor)),
+    }
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum((held.to_local() if isinstance(held, DTensor) else held).nbytes for held in tensors)

@@ -1,4 +1,4 @@
-"""What updates compute, counted: FLOPs of the architecture, tokens, made-up tokens, and how even micro-batches are.
+"""What forwards and updates compute, counted: FLOPs, tokens, made-up tokens, and how even micro-batches are.
 
 For a dense decoder and one packed micro-batch of N tokens in segments of l_i, of which the head reads n:
 
@@ -45,7 +45,7 @@ _MEASURED_SIZE = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What the updates of all ranks have computed."""
+    """What all ranks have computed."""
 
     flops: float
     """Of the model, all ranks together."""
@@ -69,17 +69,26 @@ class Architecture:
     """layers x heads x head size."""
     hidden: int
 
-    def update_flops(self, lengths: Sequence[int], read: int, seen: Sequence[int] | None = None) -> float:
-        """FLOPs of forward and backward over segments of ``lengths``, ``read`` tokens of which reach the head.
+    def forward_flops(self, lengths: Sequence[int], read: int, seen: Sequence[int] | None = None) -> float:
+        """FLOPs of a forward over segments of ``lengths``, ``read`` tokens of which reach the head.
 
         ``seen`` are the tokens before each segment that its own also attend to; None: none.
         """
-        tokens = sum(lengths)
-        before = seen or [0] * len(lengths)
-        pairs = sum(length * (2 * more + length + 1) for length, more in zip(lengths, before, strict=True))
-        layers = 2.0 * tokens * (2 * self.layer_weights + self.trained_layer_weights)
-        head = 2.0 * read * (2 * self.head_weights + self.trained_head_weights)
-        return layers + head + 6.0 * pairs * self.attention_width
+        weights = sum(lengths) * self.layer_weights + read * self.head_weights
+        return 2.0 * (weights + _pairs(lengths, seen) * self.attention_width)
+
+    def update_flops(self, lengths: Sequence[int], read: int, seen: Sequence[int] | None = None) -> float:
+        """FLOPs of forward and backward; arguments as those of ``forward_flops``."""
+        layers = sum(lengths) * (self.layer_weights + self.trained_layer_weights)
+        head = read * (self.head_weights + self.trained_head_weights)
+        attention = 2 * _pairs(lengths, seen) * self.attention_width
+        return self.forward_flops(lengths, read, seen) + 2.0 * (layers + head + attention)
+
+
+def _pairs(lengths: Sequence[int], seen: Sequence[int] | None) -> int:
+    """Twice the pairs of tokens that attend to each other."""
+    before = seen or [0] * len(lengths)
+    return sum(length * (2 * more + length + 1) for length, more in zip(lengths, before, strict=True))
 
 
 def architecture(
@@ -110,7 +119,7 @@ def architecture(
 
 
 class WorkMeter:
-    """Adds up what this rank's updates compute."""
+    """Adds up what this rank computes."""
 
     def __init__(self, numbers: Architecture, dims: ParallelDims, device: str) -> None:
         self._numbers = numbers
@@ -120,14 +129,15 @@ class WorkMeter:
         self._tokens = self._slots = 0
         self._rounds: list[float] = []
 
-    def count(self, packs: Sequence[Packed], multiple: int) -> None:
-        """One update over ``packs``, whose lengths the model rounds up to ``multiple``."""
+    def count(self, packs: Sequence[Packed], multiple: int, *, trains: bool) -> None:
+        """A forward (or update, if it ``trains``) over ``packs``; the model rounds their lengths up to ``multiple``."""
+        flops = self._numbers.update_flops if trains else self._numbers.forward_flops
         for packed in packs:
             self._slots += packed.tokens + -packed.tokens % multiple
             cost = 0
             if not packed.stands_in:
                 self._tokens += packed.tokens
-                self._flops += self._numbers.update_flops(packed.lengths, packed.targets.numel(), packed.seen)
+                self._flops += flops(packed.lengths, packed.targets.numel(), packed.seen)
                 hidden = self._numbers.hidden
                 cost = sum(row_cost(length, hidden=hidden) for length in packed.lengths)
                 cost += sum(2 * length * more for length, more in zip(packed.lengths, packed.seen, strict=True))

@@ -60,7 +60,7 @@ def test_no_rule_hides_a_key_of_ours():
         ("reward.reward_model.model_path=/m", lambda c: c.reward.reward_model.model.path, "/m"),
         ("custom_reward_function.path=/f.py", lambda c: c.reward.custom_reward_function.path, "/f.py"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.len=3", lambda c: c.reward.overlong.len, 3),
-        ("global_profiler.steps=[1,2]", lambda c: c.trainer.profile_steps, (1, 2)),
+        ("global_profiler.steps=[1,2]", lambda c: c.profiler.steps, (1, 2)),
         ("ray_init.num_cpus=3", lambda c: c.ray_kwargs.ray_init["num_cpus"], 3),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len=64", lambda c: c.model_length, 64),
         (
@@ -113,7 +113,7 @@ def test_harmless_keys_change_nothing(override):
         ("reward_model.sandbox_fusion.url=http://x", "reward.custom_reward_function"),
         ("reward_model.rollout.name=vllm", "micro_batch_size_per_gpu"),
         ("reward_model.reward_kwargs.max_resp_len=9", "data.max_response_length=8"),
-        ("global_profiler.tool=nsys", "trainer.profile_steps"),
+        ("global_profiler.tool=nsys", "profiler.steps"),
         ("actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=x", "name=vllm"),
         ("reward_model.enable=true", "reward.custom_reward_function"),
         ("reward_model.reward_manager=batch", "reward.custom_reward_function"),

@@ -69,7 +69,7 @@ def test_an_unknown_key_with_no_near_one_lists_the_keys_of_its_section():
         ("trainer.project_name=[a]", "must be text"),
         ("trainer.project_name=null", "must be text"),
         ("actor_rollout_ref.actor.optim.betas=[0.9]", "must be a list of 2 number"),
-        ("trainer.profile_steps=[1,x]", "must be an integer"),
+        ("profiler.steps=[1,x]", "must be an integer"),
         ("trainer=5", "is a section, not a value"),
         ("ray_kwargs.ray_init=5", "must be a mapping"),
         ("trainer.pools.judge=3", "is a section, not a value"),
@@ -98,7 +98,7 @@ def test_a_wrong_type_says_what_is_wanted(override, wanted):
         ("data.shuffle='False'", lambda c: c.data.shuffle, False),
         ("data.val_batch_size=null", lambda c: c.data.val_batch_size, None),
         ("actor_rollout_ref.actor.clip_ratio_low=1", lambda c: c.actor_rollout_ref.actor.clip_ratio_low, 1.0),
-        ("trainer.profile_steps=3", lambda c: c.trainer.profile_steps, (3,)),
+        ("profiler.steps=3", lambda c: c.profiler.steps, (3,)),
         ("ray_kwargs.ray_init.num_cpus=4", lambda c: c.ray_kwargs.ray_init, {"num_cpus": 4}),
     ],
 )

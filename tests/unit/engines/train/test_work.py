@@ -98,3 +98,13 @@ def test_work_is_counted_since_the_last_question(folder: str) -> None:
 
 def test_the_peak_of_an_unknown_device_is_measured() -> None:
     assert 1e8 < peak_flops("cpu", torch.float32) < 1e14
+
+
+def test_a_forward_is_a_third_of_an_update(folder: str) -> None:
+    engine = build(Case(folder))
+    rows, micro = make_rows(8), MicroBatching(max_tokens=10_000)
+    engine.forward(rows, frozenset({"log_probs"}), temperature=1.0, micro=micro)
+    forward = engine.work()
+    engine.update(rows, LOSSES["lm"], temperature=1.0, micro=micro, counts=engine.counts(rows))
+    update = engine.work()
+    assert update.flops == pytest.approx(3 * forward.flops) and update.tokens == forward.tokens
