@@ -52,7 +52,7 @@ def one_with_vllm(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
 def _run_main_ppo(layout: str, rollout_tp: int, folder: Path) -> list[dict[str, Any]]:
     """Metrics by step of PPO on the command line."""
     command = [sys.executable, "-m", "hybridflow.main_ppo", *overrides(layout, rollout_tp, folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return read_metrics(folder)
 
