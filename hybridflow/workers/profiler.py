@@ -197,6 +197,8 @@ def own_times(events: Iterable[Any]) -> dict[str, OwnTime]:
                 open_spans.pop()
             found[name].nanoseconds += -negative_end - start
             if open_spans:
+                # An operation may reach its kernel under its own name: one call.
+                found[name].calls -= open_spans[-1][1] == name
                 # An asynchronous span may outlast the one it lies in: only the common part is taken away.
                 found[open_spans[-1][1]].nanoseconds -= min(-negative_end, open_spans[-1][0]) - start
             open_spans.append((-negative_end, name))

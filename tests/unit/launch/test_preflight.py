@@ -228,18 +228,23 @@ def test_the_exact_kl_spares_the_pass_for_the_reference_s_log_probs_and_still_ho
 
 
 def test_memory_counts_what_adamw_holds():
-    found = plan()
+    found = plan(f"{POLICY}.actor.ppo_max_token_len_per_gpu=64")  # several micro-batches: gradients stay between them
     actor = next(line for line in found.memory if line.role == "actor")
     assert found.model is not None
     assert actor.resident == {"parameters": 4 * found.model.parameters, "optimizer": 8 * found.model.parameters}
-    assert actor.peak["gradients"] == 4 * found.model.parameters
+    assert actor.phases["update_actor"]["gradients"] == 4 * found.model.parameters
 
 
 def test_adapters_alone_have_gradients_and_moments_and_their_reference_holds_nothing():
-    found = plan(f"{POLICY}.model.lora_rank=4", f"{POLICY}.actor.use_kl_loss=True")
+    found = plan(
+        f"{POLICY}.model.lora_rank=4",
+        f"{POLICY}.actor.use_kl_loss=True",
+        f"{POLICY}.actor.ppo_max_token_len_per_gpu=64",
+    )
     actor, reference = (next(line for line in found.memory if line.role == role) for role in ("actor", "reference"))
-    assert actor.resident["optimizer"] == 2 * actor.peak["gradients"] < actor.resident["parameters"]
-    assert reference.resident == {} and reference.peak["logits"] > 0
+    gradients = actor.phases["update_actor"]["gradients"]
+    assert actor.resident["optimizer"] == 2 * gradients < actor.resident["parameters"]
+    assert reference.resident == {} and reference.peak["activations"] > 0
     apart = plan(
         f"{POLICY}.model.lora_rank=4",
         f"{POLICY}.actor.use_kl_loss=True",
