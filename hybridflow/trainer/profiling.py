@@ -19,6 +19,7 @@ from hybridflow.roles.protocols import Observer
 
 SUMMARY_FILE = "profile.json"
 LOG_WIDTH = 120
+NAME_WIDTH = 44
 
 
 class StepProfiler:
@@ -64,10 +65,10 @@ class StepProfiler:
 
 def cost_table(calls: Sequence[CallProfile], *, step: int, top: int) -> Table:
     """The ``top`` costliest operations of every call, by role and phase; several ranks one after another."""
-    table = Table(title=f"profile of step {step}", title_justify="left", box=None, padding=(0, 2))
+    table = Table(title=f"profile of step {step}", title_justify="left", box=None, padding=(0, 1))
     for name in ("role", "phase", "rank", "operation"):
         table.add_column(name, no_wrap=True)
-    for name in ("calls", "seconds", "share", "MB at the peak"):
+    for name in ("calls", "seconds", "share", "peak MB"):
         table.add_column(name, justify="right", no_wrap=True)
     for call in calls:
         peak = f"{call.peak_bytes / 1e6:,.1f}"
@@ -78,5 +79,9 @@ def cost_table(calls: Sequence[CallProfile], *, step: int, top: int) -> Table:
             seconds = cost.device_seconds or cost.seconds
             share = f"{100 * seconds / call.seconds:.1f} %" if call.seconds else ""
             held = f"{cost.peak_bytes / 1e6:,.1f}" if cost.peak_bytes else ""
-            table.add_row("", "", "", escape(cost.name), f"{cost.calls:,}", f"{seconds:.3f}", share, held)
+            table.add_row("", "", "", escape(_short(cost.name)), f"{cost.calls:,}", f"{seconds:.3f}", share, held)
     return table
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 3]}..."
