@@ -28,6 +28,8 @@ LOGITS_KEPT_BYTES = 512 << 20
 """Log-probs of a micro-batch over the vocabulary are kept up to here, else computed again (models/logprobs.py)."""
 LOGITS_BLOCK_BYTES = 32 << 20
 """float32 logits of one block of rows."""
+BACKWARD_BLOCKS = 4
+"""Blocks that the backward pass computes again at once."""
 KV_BLOCK_TOKENS = 128
 """Tokens of one block of the CPU engine's cache; a sequence takes whole blocks."""
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
@@ -137,7 +139,9 @@ class _Trained:
         kept = tokens * model.hidden * self._compute * layers + of_layer if self._checkpointing else layers * of_layer
         kept += (3 * tokens + 2 * read) * model.hidden * self._compute
         several = -(-call.rows_per_coordinate * self._longest // self._budget(call)) > 1
-        head = self._embedding * 4 if self._reads_words and self._trains_embedding else 0
+        # Summed in float32 where logits are computed again block by block.
+        again = read * model.vocabulary * 4 // self._role.dims.tp > LOGITS_KEPT_BYTES
+        head = self._embedding * (4 if again else self._compute) if self._reads_words and self._trains_embedding else 0
         gathered = {"gathered layers": self._gathered(backward=True)} if self._fsdp else {}
         before = (self._full_gradients if self._fsdp else self._gradients) if several else 0
         at_head = {"activations": kept, "logits": self._logits(read), "head gradient": head, "gradients": before}
@@ -164,7 +168,7 @@ class _Trained:
             return 0
         copies = 3 if self._entropy else 2
         whole = read * self._model.vocabulary * 4 // self._role.dims.tp
-        return copies * (whole if whole <= LOGITS_KEPT_BYTES else self._block(read))
+        return copies * (whole if whole <= LOGITS_KEPT_BYTES else min(whole, BACKWARD_BLOCKS * LOGITS_BLOCK_BYTES))
 
     def _block(self, read: int) -> int:
         if not self._reads_words:

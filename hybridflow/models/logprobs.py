@@ -26,6 +26,10 @@ KEEP_BYTES = 512 << 20
 """Kept log-probabilities of all rows may take this much; more is recomputed in the backward pass."""
 BLOCK_BYTES = 32 << 20
 """float32 logits of one block of rows."""
+OUTER_COLUMNS = 8192
+"""Columns of a head whose half-precision gradient is added to a float32 total in one go."""
+BACKWARD_BLOCKS = 4
+"""Blocks that the backward pass takes at once: each time it adds to the whole gradient of the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +140,10 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature, entropy, shard, columns, block = ctx.settings
         n = hidden.shape[0]
         head = weight[:columns], None if bias is None else bias[:columns]
-        if kept is not None:
-            block = max(n, 1)
+        block = max(n, 1) if kept is not None else BACKWARD_BLOCKS * block
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        summed = weight.dtype if n <= block else torch.float32  # one product is rounded once in either
+        grad_weight = torch.zeros_like(weight, dtype=summed) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
         for start in range(0, n, block):
             part = slice(start, start + block)
@@ -253,8 +257,10 @@ def _grad_logits(
 
 
 def add_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """``total += grad^T hidden`` in float32."""
-    if grad.dtype == torch.float32:
+    """``total += grad^T hidden``, the sum in ``total``'s dtype."""
+    if grad.dtype == total.dtype:
         total.addmm_(grad.t(), hidden)
-    else:
-        total.add_(torch.mm(grad.t(), hidden))
+        return
+    # Slice by slice: the product of all columns, and its float32 copy, would take more than the total itself.
+    for part, columns in zip(total.split(OUTER_COLUMNS), grad.split(OUTER_COLUMNS, dim=1), strict=True):
+        part.add_(torch.mm(columns.t(), hidden))

@@ -185,3 +185,16 @@ def test_a_sharded_vocabulary_gives_the_same_numbers(keep_bytes: int, vocab_limi
         torch.testing.assert_close(rank["entropy"], entropy.detach(), atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(rank["hidden"], hidden.grad, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch.cat([rank["weight"] for rank in ranks]), weight.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_the_gradient_of_a_half_precision_head_is_summed_in_float32_over_blocks() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(512, 8, generator=generator).bfloat16()
+    weight = (torch.randn(40, 8, generator=generator) / 8).bfloat16().requires_grad_()
+    targets = torch.randint(40, (512,), generator=generator)
+    wanted = torch.autograd.grad(naive(hidden.double(), weight.double(), targets, 1.0)[0].sum(), weight)[0]
+    for keep_bytes in (0, 1 << 20):  # block by block, and all at once
+        log_probs, _ = token_log_probs(hidden, weight, targets, keep_bytes=keep_bytes, block_bytes=4 * 40 * 4)
+        (grad,) = torch.autograd.grad(log_probs.sum(), weight)
+        # Logits, their gradient and the result are rounded to bfloat16 (2^-8 of values up to 20).
+        torch.testing.assert_close(grad.double(), wanted.double(), atol=0.15, rtol=0.02)
