@@ -200,6 +200,25 @@ def test_checksums_are_compared_as_often_as_chosen(verify, finds):
         publisher.publish(1)
 
 
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_weights_that_changed_by_themselves_stop_the_next_publish_and_the_one_after_it_succeeds(verify):
+    sides = Sides()
+    publisher = sides.publisher(verify=verify)
+    publisher.publish(0)
+    sides.storage[WEIGHT][2, 3] += 1
+    if verify == "first":
+        publisher.publish(1)
+        return
+    with pytest.raises(EngineError, match="changed since the last publish, and not by one") as caught:
+        publisher.publish(1)
+    [line] = str(caught.value).splitlines()[1:]
+    assert line.startswith(f"{WEIGHT} ((0, 8), (0, 4)) on generator rank 0: checksum ")
+    assert publisher.version == NO_VERSION and sides.told[-1] == NO_VERSION
+    publisher.publish(2)
+    assert torch.equal(sides.storage[WEIGHT], sides.full[WEIGHT])
+    publisher.publish(3)
+
+
 def test_an_unknown_verify_mode_is_refused():
     with pytest.raises(EngineError, match="verify='sometimes' is unknown: use first, always or never"):
         Sides().publisher(verify="sometimes")
