@@ -1,4 +1,4 @@
-"""The control lane brings new weights under a generation that runs: two real processes, each with an engine of its own."""
+"""The control lane brings new weights under a generation that runs: two real processes, an engine in each."""
 
 from __future__ import annotations
 
