@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 _NVML = "libnvidia-ml.so.1"
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Machine:
     """Host memory that this process may use."""
     available_bytes: int
     """Of which nobody uses now."""
+    busy_cores: float = 0.0
+    """Cores that other processes keep busy now."""
     gpus: tuple[Gpu, ...] = ()
     torch_build: str | None = None
     """Version of the installed torch; None: not installed."""
@@ -48,7 +52,12 @@ def inspect_machine() -> Machine:
     total = min(memory.total, limit) if limit else memory.total
     free = min(memory.available, total - used) if limit else memory.available
     return Machine(
-        cores=_cores(), memory_bytes=total, available_bytes=free, gpus=_visible(_gpus()), torch_build=_torch_build()
+        cores=_cores(),
+        memory_bytes=total,
+        available_bytes=free,
+        busy_cores=_busy_cores(),
+        gpus=_visible(_gpus()),
+        torch_build=_torch_build(),
     )
 
 
@@ -58,6 +67,18 @@ def _cores() -> int:
     if len(quota) == 2 and quota[0] != "max":
         allowed = min(allowed, max(1, int(quota[0]) // int(quota[1])))
     return allowed
+
+
+def _busy_cores() -> float:
+    """Cores that others kept busy during a short look, this process's own work left out."""
+
+    def worked() -> float:
+        machine, own = psutil.cpu_times(), os.times()
+        return machine.user + machine.nice + machine.system - own.user - own.system
+
+    before, start = worked(), time.monotonic()
+    time.sleep(_LOOK_S)
+    return max(0.0, (worked() - before) / (time.monotonic() - start))
 
 
 def _cgroup_memory() -> tuple[int, int]:

@@ -23,6 +23,8 @@ from hybridflow.topology.resources import MAIN_POOL, Pool, generation_layout, tr
 from hybridflow.utils.errors import MachineError
 
 HOST_POOL = "host"
+_SLACK_CORES = 0.3
+"""Work of others that does not count when cores are called idle: a desktop's, this run's driver."""
 """Processes without a device, for reward functions."""
 
 __all__ = ["Finding", "check_machine", "plan_run"]
@@ -116,6 +118,7 @@ def _pools(config: PPOConfig, roles: tuple[RolePlan, ...], machine: Machine, dev
         slots[HOST_POOL] = (config.reward.num_workers,)
     on_devices = sum(sum(counts) for name, counts in slots.items() if name != HOST_POOL)
     share = trainer.threads_per_worker or max(1, machine.cores // on_devices)
+    awake = trainer.nnodes == 1 and share * on_devices + machine.busy_cores <= machine.cores + _SLACK_CORES
     name = config.actor_rollout_ref.rollout.name
     found = []
     for pool, counts in slots.items():
@@ -123,7 +126,7 @@ def _pools(config: PPOConfig, roles: tuple[RolePlan, ...], machine: Machine, dev
         kind: Device = "cpu" if pool == HOST_POOL else device
         threads = 1 if pool == HOST_POOL else share
         hosts_rollout = "rollout" in members
-        variables = train_environment.variables(kind, threads)
+        variables = train_environment.variables(kind, threads, own_cores=awake)
         variables |= rollout_environment.variables(name, kind) if hosts_rollout else {}
         found.append(
             PoolPlan(

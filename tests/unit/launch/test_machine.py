@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -38,3 +41,14 @@ def test_only_visible_gpus_count(monkeypatch, visible, names):
 def test_cuda_needs_a_gpu_and_a_torch_that_can_use_it(gpus, build, usable):
     found = Machine(cores=1, memory_bytes=1, available_bytes=1, gpus=gpus, torch_build=build)
     assert found.cuda_usable is usable
+
+
+def test_work_of_other_processes_is_seen_and_our_own_is_not() -> None:
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        time.sleep(0.3)
+        assert inspect_machine().busy_cores > 0.5  # of two that spin, whatever else runs here
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
