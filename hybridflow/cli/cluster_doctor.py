@@ -75,7 +75,7 @@ def _knock(address: str) -> None:
 def table(found: ClusterReport) -> str:
     """One line per node."""
     head = ("node", "python", "torch", "cuda", "nccl", "vllm", "GPUs", "memory free", "disk free", "clock")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for name, node in found.nodes.items():
         skew, sure = found.skew_s.get(name, (0.0, 0.0))
         rows.append(

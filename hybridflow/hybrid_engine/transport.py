@@ -116,8 +116,8 @@ class Transport:
         """How bytes travel."""
         self.device = torch.device("cpu") if self.wire == "shared" else device
         """Where collectives of the group expect tensors."""
-        shared = self.wire == "shared" and group is not None
-        self._wire: Wire = Shared(group, device) if shared else Collective(group, device)
+        shared = self.wire == "shared"
+        self._wire: Wire = Shared(group, device) if shared and group is not None else Collective(group, device)
         self._dtypes = [getattr(torch, piece.dtype) for piece in slices]
         self.rounds = self._cut(bucket_bytes)
 

@@ -201,7 +201,7 @@ class Shared:
             failure = f"{type(error).__name__}: {error}"
         said = self._gather((handle, failure))
         try:
-            if not any(reason for _, reason in said):
+            if own is not None and not any(reason for _, reason in said):
                 opened = [own if handle is None else handle.open() for handle, _ in self._without_own(said)]
         except (OSError, RuntimeError) as error:
             failure = f"{type(error).__name__}: {error}"

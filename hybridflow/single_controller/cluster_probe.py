@@ -113,7 +113,7 @@ def _skew(probe: Any) -> tuple[float, float]:
     best = (0.0, float("inf"))
     for _ in range(5):
         before = time.time()
-        theirs = ray.get(probe.clock.remote(), timeout=30.0)
+        theirs: Any = ray.get(probe.clock.remote(), timeout=30.0)
         after = time.time()
         if (after - before) / 2 < best[1]:
             best = (theirs - (before + after) / 2, (after - before) / 2)

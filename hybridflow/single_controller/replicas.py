@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from hybridflow.batch.batch import Batch, concat
 from hybridflow.batch.futures import Pending
@@ -21,6 +21,10 @@ from hybridflow.single_controller import health
 from hybridflow.utils.errors import LostError
 
 log = logging.getLogger(__name__)
+
+
+class Replica(WorkerGroup, health.Mortal, Protocol):
+    """A worker group whose processes can die."""
 
 
 class ReplicaGroup:
@@ -39,7 +43,7 @@ class ReplicaGroup:
 
     def __init__(
         self,
-        open_replica: Callable[[int], WorkerGroup],
+        open_replica: Callable[[int], Replica],
         count: int,
         *,
         welcome: Callable[[WorkerGroup], None],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -52,5 +53,6 @@ def _busy_seconds() -> float:
 
 def _nccl_seconds(since: float) -> float:
     """Device time of the collectives that were enqueued after ``since``. Not run here: needs NCCL."""
-    entries = json.loads(c10d._dump_nccl_trace_json(True, False))["entries"]
+    recorder: Any = c10d
+    entries = json.loads(recorder._dump_nccl_trace_json(True, False))["entries"]
     return sum(entry.get("duration_ms") or 0.0 for entry in entries if entry["time_created_ns"] >= since * 1e9) / 1e3

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from hybridflow.config.profiler import ProfilerConfig
@@ -24,7 +25,7 @@ from hybridflow.roles.profiles import CallProfile, OperationCost
 MAX_SNAPSHOT_ENTRIES = 100_000
 """Allocations that a snapshot of the GPU's allocator goes back."""
 _MEMORY_EVENT = "[memory]"
-_ALLOCATION = torch._C._profiler._EventType.Allocation
+_ALLOCATION = _EventType.Allocation
 
 
 @runtime_checkable

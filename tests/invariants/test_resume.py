@@ -65,6 +65,9 @@ MEASURED = (
     "residency/",
     "perf/straggler",
     "perf/driver_bytes",  # references of rows name the processes that keep them
+    "perf/compute_s",
+    "perf/communication_s",
+    "perf/idle_s",
     "perf/max_memory",
     "perf/mfu",
     "perf/tokens_per_second",

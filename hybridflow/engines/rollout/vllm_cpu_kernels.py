@@ -84,7 +84,7 @@ def _sample(batch: Any, logits: Tensor, metadata: Any, logprobs_mode_override: A
             logits = processor.apply(logits)
     logits = apply_top_k_top_p(logits, metadata.top_k, metadata.top_p)
     probabilities = functional.softmax(logits, dim=-1, dtype=torch.float32)
-    if metadata.all_greedy:
+    if temperature is None:
         tokens = logits.argmax(-1)
     else:
         rows, generators = len(logits), metadata.generators

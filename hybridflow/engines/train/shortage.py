@@ -24,6 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,7 +76,7 @@ class Attempt:
         self.reason = ""
         """First line of this rank's allocator error."""
 
-    def run(self, play: Callable[[], None], stand_in: Callable[[], None], *, tokens: int, rows: int) -> None:
+    def run(self, play: Callable[[], None], stand_in: Callable[[], object], *, tokens: int, rows: int) -> None:
         """Runs ``play``, a micro-batch; when it runs out of memory, ``stand_in`` to the same sequence of collectives.
 
         Raises:
@@ -212,7 +213,7 @@ class _Sharded:
         by_model = [list(_fsdp_units(model)) for model in models]
         self.roots = [units[0] for units in by_model if units]
         self.units = [unit for units in by_model for unit in units]
-        self.communicators: dict[str, dist.ProcessGroup] = {}
+        self.communicators: dict[str, Any] = {}
         for mesh in {id(unit.mesh_info.mesh): unit.mesh_info.mesh for unit in self.units}.values():
             for axis in range(mesh.ndim):
                 communicator = mesh.get_group(axis)
@@ -276,7 +277,7 @@ class _Silence(TorchDispatchMode):
         outputs = args[0]
         for tensor in [outputs] if isinstance(outputs, Tensor) else outputs:
             tensor.zero_()
-        work = dist.distributed_c10d.Work.boxed(torch._C._distributed_c10d.FakeWork())
+        work = dist.distributed_c10d.Work.boxed(FakeWork())
         return (outputs, work) if len(func._schema.returns) == 2 else work
 
     def _is_silent(self, func: Any, args: Sequence[Any]) -> bool:
