@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,35 +19,27 @@ from hybridflow.algorithms.contract import Counts, Loss, Outputs
 from hybridflow.batch.batch import Batch
 from hybridflow.config.model import FSDPConfig, ModelConfig, OptimConfig
 from hybridflow.engines.train import checkpoint, reduction
+from hybridflow.engines.train.assembly import EMBEDDING, LORA, assemble
 from hybridflow.engines.train.base import MicroBatching, Shard
 from hybridflow.engines.train.mesh import meshes
-from hybridflow.engines.train.offload import move_state, offload_activations
+from hybridflow.engines.train.offload import move_state
 from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_norm, held_bytes, settle_gradients
-from hybridflow.engines.train.parallelize import parallelize, refuse_unsupported, reshards_after_forward
-from hybridflow.engines.train.pipeline import Pipeline
+from hybridflow.engines.train.parallelize import refuse_unsupported
 from hybridflow.engines.train.schedule import schedule
 from hybridflow.engines.train.shortage import Attempt, Budgets, Shortage, give_up
-from hybridflow.engines.train.work import Work, WorkMeter, architecture, peak_flops
+from hybridflow.engines.train.work import Work, peak_flops
 from hybridflow.models.full_kl import Reading
-from hybridflow.models.heads import Head, PackedModel, ValueModel, adapter_name, hf_name
+from hybridflow.models.heads import Head
 from hybridflow.models.load import (
     box_of,
     dtype_of,
-    empty_causal_lm,
-    fill,
     local_of,
-    materialise,
     placed_like,
-    tied_names,
 )
 from hybridflow.models.packing import Packed, pack, prompt_groups
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils import optional
 from hybridflow.utils.errors import ConfigError, EngineError, StateError
-
-LORA = "hybridflow.models.lora"
-EMBEDDING = "model.embed_tokens.weight"
-"""The parameter that may be tied to the output layer."""
 
 
 class FSDPEngine:
@@ -104,10 +95,25 @@ class FSDPEngine:
         kind = device.partition(":")[0]
         self._meshes = meshes(dims, kind, shard_order, always_fsdp=always_fsdp)
         torch.manual_seed(seed)
-        self._vocab_limit = vocab_limit
-        self._compile = compile_layers
         self._share_prompts = share_prompts
-        self._build(model, head, sharding, kind, row_parallel_shard_dim1, seed, trains=optim is not None)
+        built = assemble(
+            model,
+            head,
+            sharding=sharding,
+            dims=dims,
+            where=self._meshes,
+            device=device,
+            trains=optim is not None,
+            seed=seed,
+            vocab_limit=vocab_limit,
+            row_parallel_shard_dim1=row_parallel_shard_dim1,
+            compile_layers=compile_layers,
+        )
+        self._model, self._parameters = built.model, built.parameters
+        self._shapes, self._adapter_shapes = built.shapes, built.adapter_shapes
+        self._adapted = built.adapted
+        self._layer_names, self._tied_ends = built.layer_names, built.tied_ends
+        self._meter, self._reshards, self._pipeline = built.meter, built.reshards, built.pipeline
         self._reference: FSDPEngine | None = None
         self._done = 0
         self._saving: checkpoint.StateSave | None = None
@@ -118,88 +124,6 @@ class FSDPEngine:
             None if optim is None else build_optimizer(self._parameters, optim, in_layers=self._layer_names)
         )
         self._apply_rate()
-
-    def _build(
-        self,
-        config: ModelConfig,
-        head: Head,
-        sharding: FSDPConfig,
-        kind: str,
-        shard_dim1: bool,
-        seed: int,
-        *,
-        trains: bool,
-    ) -> None:
-        net: Any = empty_causal_lm(
-            config.path,
-            dtype=dtype_of(sharding.model_dtype),
-            trust_remote_code=config.trust_remote_code,
-            override_config=config.override_config,
-        )
-        if config.use_liger:
-            optional.load("hybridflow.models.liger:use_liger")(net)
-        if head == "value":
-            net = ValueModel(net)
-        self._model = PackedModel(net, head)
-        vocabulary = net.config.vocab_size
-        if self._vocab_limit is not None and self._vocab_limit < vocabulary:
-            self._model.vocab_limit = vocabulary = self._vocab_limit
-        self._model.requires_grad_(trains)
-        if trains and config.enable_activation_offload:
-            offload_activations(self._model, self._device)
-        self._adapted = trains and config.lora_rank > 0
-        if self._adapted:
-            optional.load(f"{LORA}:add_adapters")(self._model, config)
-        every = {name: tuple(parameter.shape) for name, parameter in self._model.hf_parameters().items()}
-        self._shapes = {name: shape for name, shape in every.items() if not adapter_name(name)}
-        self._adapter_shapes = {name: shape for name, shape in every.items() if adapter_name(name)}
-        aliases = {
-            hf_name(name): tuple(hf_name(other) for other in others) for name, others in tied_names(self._model).items()
-        }
-        self._tied_ends = EMBEDDING in aliases
-        self._layer_names = self._model.layer_parameters()
-        trained = frozenset(name for name, held in self._model.hf_parameters().items() if held.requires_grad)
-        columns = 1 if head == "value" else vocabulary
-        self._meter = WorkMeter(
-            architecture(net.config, every, trained, self._layer_names, columns), self.dims, self._device
-        )
-        parallelize(
-            self._model,
-            self._meshes,
-            self.dims,
-            config=config,
-            sharding=sharding,
-            device_type=kind,
-            row_parallel_shard_dim1=shard_dim1,
-            compile_layers=self._compile,
-        )
-        fsdp = self._meshes.fsdp
-        self._reshards = fsdp is not None and reshards_after_forward(self._model, fsdp.size(fsdp.ndim - 1), sharding)
-        materialise(self._model, "cpu" if sharding.offload_policy else self._device)
-        self._parameters = self._model.hf_parameters()
-        head_names = [name for name in self._shapes if name.startswith("score.")] if head == "value" else []
-        absent = fill(
-            {name: parameter for name, parameter in self._parameters.items() if name in self._shapes},
-            config.path,
-            aliases=aliases,
-            optional=head_names,
-            shapes=self._shapes,
-        )
-        if absent and self._model.last:
-            net.reset_head()
-        if self._adapted:
-            self._fill_adapters(config, seed)
-        self._pipeline = None
-        if self._meshes.pp is not None:
-            dtype = dtype_of(sharding.mixed_precision.param_dtype)
-            self._pipeline = Pipeline(self._model, self.dims, self._meshes.pp, dtype, self._device)
-
-    def _fill_adapters(self, config: ModelConfig, seed: int) -> None:
-        if config.lora_adapter_path is not None:
-            load = optional.load(f"{LORA}:load_adapters")
-            load(self._parameters, self._adapter_shapes, config.lora_adapter_path)
-        else:
-            optional.load(f"{LORA}:start_adapters")(self._parameters, self._adapter_shapes, seed)
 
     # -- forward and update -------------------------------------------------------------------------------------------
 

@@ -1,0 +1,156 @@
+"""From a Hugging Face folder to the parallel model that an engine trains: the order of steps, in one place.
+
+    empty net -> head, adapters -> names and shapes -> TP, checkpointing, compile, FSDP -> memory -> weights
+
+Shapes are taken before the model is cut, names after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hybridflow.config.model import FSDPConfig, ModelConfig
+from hybridflow.engines.train.mesh import Meshes
+from hybridflow.engines.train.offload import offload_activations
+from hybridflow.engines.train.parallelize import parallelize, reshards_after_forward
+from hybridflow.engines.train.pipeline import Pipeline
+from hybridflow.engines.train.work import WorkMeter, architecture
+from hybridflow.models.heads import Head, PackedModel, ValueModel, adapter_name, hf_name
+from hybridflow.models.load import dtype_of, empty_causal_lm, fill, materialise, tied_names
+from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils import optional
+
+LORA = "hybridflow.models.lora"
+EMBEDDING = "model.embed_tokens.weight"
+"""The parameter that may be tied to the output layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A model of one rank with weights, and what is known of it."""
+
+    model: PackedModel
+    parameters: Mapping[str, nn.Parameter]
+    """What this rank holds, by Hugging Face name."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Full shapes of this stage's parameters; adapters have their own."""
+    adapter_shapes: Mapping[str, tuple[int, ...]]
+    adapted: bool
+    """Whether adapters are trained instead of the weights."""
+    layer_names: frozenset[str]
+    """Parameters of decoder layers."""
+    tied_ends: bool
+    """Whether the embedding is the output layer too."""
+    meter: WorkMeter
+    reshards: bool
+    """Whether units give their weights back after the forward pass."""
+    pipeline: Pipeline | None
+
+
+def assemble(
+    config: ModelConfig,
+    head: Head,
+    *,
+    sharding: FSDPConfig,
+    dims: ParallelDims,
+    where: Meshes,
+    device: str,
+    trains: bool,
+    seed: int,
+    vocab_limit: int | None,
+    row_parallel_shard_dim1: bool,
+    compile_layers: bool,
+) -> Assembled:
+    """One rank's part of the model, filled with the folder's weights. Collective.
+
+    Raises:
+        MachineError: when the weights cannot be read.
+    """
+    net, model = _net(config, head, sharding, device, trains=trains, vocab_limit=vocab_limit)
+    adapted = trains and config.lora_rank > 0
+    if adapted:
+        optional.load(f"{LORA}:add_adapters")(model, config)
+    every = {name: tuple(parameter.shape) for name, parameter in model.hf_parameters().items()}
+    shapes = {name: shape for name, shape in every.items() if not adapter_name(name)}
+    aliases = {hf_name(name): tuple(hf_name(other) for other in others) for name, others in tied_names(model).items()}
+    layer_names = model.layer_parameters()
+    trained = frozenset(name for name, held in model.hf_parameters().items() if held.requires_grad)
+    columns = 1 if head == "value" else model.vocab_limit or net.config.vocab_size
+    meter = WorkMeter(architecture(net.config, every, trained, layer_names, columns), dims, device)
+    parallelize(
+        model,
+        where,
+        dims,
+        config=config,
+        sharding=sharding,
+        device_type=device.partition(":")[0],
+        row_parallel_shard_dim1=row_parallel_shard_dim1,
+        compile_layers=compile_layers,
+    )
+    reshards = where.fsdp is not None and reshards_after_forward(model, where.fsdp.size(where.fsdp.ndim - 1), sharding)
+    materialise(model, "cpu" if sharding.offload_policy else device)
+    parameters = model.hf_parameters()
+    absent = fill(
+        {name: parameter for name, parameter in parameters.items() if name in shapes},
+        config.path,
+        aliases=aliases,
+        optional=[name for name in shapes if name.startswith("score.")] if head == "value" else [],
+        shapes=shapes,
+    )
+    if absent and model.last:
+        net.reset_head()
+    adapter_shapes = {name: shape for name, shape in every.items() if adapter_name(name)}
+    if adapted:
+        _fill_adapters(parameters, adapter_shapes, config, seed)
+    dtype = dtype_of(sharding.mixed_precision.param_dtype)
+    return Assembled(
+        model=model,
+        parameters=parameters,
+        shapes=shapes,
+        adapter_shapes=adapter_shapes,
+        adapted=adapted,
+        layer_names=layer_names,
+        tied_ends=EMBEDDING in aliases,
+        meter=meter,
+        reshards=reshards,
+        pipeline=None if where.pp is None else Pipeline(model, dims, where.pp, dtype, device),
+    )
+
+
+def _net(
+    config: ModelConfig, head: Head, sharding: FSDPConfig, device: str, *, trains: bool, vocab_limit: int | None
+) -> tuple[Any, PackedModel]:
+    """The network without memory, and around it what packs rows."""
+    net: Any = empty_causal_lm(
+        config.path,
+        dtype=dtype_of(sharding.model_dtype),
+        trust_remote_code=config.trust_remote_code,
+        override_config=config.override_config,
+    )
+    if config.use_liger:
+        optional.load("hybridflow.models.liger:use_liger")(net)
+    if head == "value":
+        net = ValueModel(net)
+    model = PackedModel(net, head)
+    if vocab_limit is not None and vocab_limit < net.config.vocab_size:
+        model.vocab_limit = vocab_limit
+    model.requires_grad_(trains)
+    if trains and config.enable_activation_offload:
+        offload_activations(model, device)
+    return net, model
+
+
+def _fill_adapters(
+    parameters: Mapping[str, nn.Parameter],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: ModelConfig,
+    seed: int,
+) -> None:
+    if config.lora_adapter_path is not None:
+        optional.load(f"{LORA}:load_adapters")(parameters, shapes, config.lora_adapter_path)
+    else:
+        optional.load(f"{LORA}:start_adapters")(parameters, shapes, seed)
