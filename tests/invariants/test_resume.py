@@ -68,6 +68,7 @@ MEASURED = (
     "perf/compute_s",
     "perf/communication_s",
     "perf/idle_s",
+    "perf/imbalance/rollout",
     "perf/max_memory",
     "perf/mfu",
     "perf/tokens_per_second",
