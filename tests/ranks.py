@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _PRELOAD = [
+    "pytest",  # test modules import it: half a second a rank
     "torch",
     "torch.distributed",
     "torch.distributed.fsdp",
@@ -27,6 +28,7 @@ _PRELOAD = [
     "transformers",
     "tests.tiny",
     "hybridflow.engines.train.fsdp",
+    "hybridflow.hybrid_engine.publish",
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
