@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hybridflow.models.logprobs import (
     BLOCK_BYTES,
+    HeadGradient,
     VocabularyShard,
-    add_outer,
     block_rows,
     log_softmax,
     sampled_columns,
@@ -100,26 +100,15 @@ class _FullKL(torch.autograd.Function):
         hidden, weight, bias, ref_hidden, ref_weight, ref_bias, normaliser, ref_normaliser, kl = ctx.saved_tensors
         temperature, shard, columns, block = ctx.settings
         head, ref_head = _head(weight, bias, columns), _head(ref_weight, ref_bias, columns)
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        one_block = hidden.shape[0] <= block
+        gradient = HeadGradient(hidden, weight, bias, columns, of_weight=ctx.needs_input_grad[1], one_block=one_block)
         for start in range(0, hidden.shape[0], block):
             part = slice(start, start + block)
             log_p = tempered_logits(hidden[part], *head, temperature).sub_(normaliser[part, None])
             log_q = tempered_logits(ref_hidden[part], *ref_head, temperature).sub_(ref_normaliser[part, None])
             share = log_q.neg_().add_(log_p).sub_(kl[part, None]).mul_(grad_kl[part, None] / temperature)
-            grad = share.mul_(log_p.exp_())
-            if grad_bias is not None:
-                grad_bias[:columns] += grad.sum(0)
-            grad = grad.to(hidden.dtype)
-            torch.mm(grad, head[0], out=grad_hidden[part])
-            if grad_weight is not None:
-                add_outer(grad_weight[:columns], grad, hidden[part])
-        if shard is not None:
-            dist.all_reduce(grad_hidden, group=shard.group)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+            gradient.add(part, share.mul_(log_p.exp_()))
+        return *gradient.whole(shard), None, None, None, None, None
 
 
 def _head(weight: Tensor, bias: Tensor | None, columns: int) -> tuple[Tensor, Tensor | None]:

@@ -97,6 +97,46 @@ def block_rows(n: int, columns: int, shard: VocabularyShard | None, block_bytes:
     return max(1, min(n, block_bytes // (4 * max(widest, 1)))) if n else 1
 
 
+class HeadGradient:
+    """Gradients of the head's input, weight and bias, summed over blocks of rows from those of the logits.
+
+    Args:
+        hidden, weight, bias: ``[n, D]``, ``[V, D]`` and ``[V]`` or None, of the forward pass.
+        columns: the first rows of the weight that took part.
+        of_weight: whether the weight and bias want theirs.
+        one_block: whether all rows come at once: the sum then needs no float32, one product is rounded once in either.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: int, *, of_weight: bool, one_block: bool
+    ) -> None:
+        self._inputs = hidden, weight[:columns]
+        self._dtypes = weight.dtype, None if bias is None else bias.dtype
+        self._columns = columns
+        summed = weight.dtype if one_block else torch.float32
+        self._hidden = torch.zeros_like(hidden)
+        self._weight = torch.zeros_like(weight, dtype=summed) if of_weight else None
+        self._bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+
+    def add(self, part: slice, grad: Tensor) -> None:
+        """Adds what the logits' gradient ``[m, columns]`` of the rows ``part`` brings."""
+        hidden, weight = self._inputs
+        if self._bias is not None:
+            self._bias[: self._columns] += grad.sum(0)
+        grad = grad.to(hidden.dtype)
+        torch.mm(grad, weight, out=self._hidden[part])
+        if self._weight is not None:
+            _add_outer(self._weight[: self._columns], grad, hidden[part])
+
+    def whole(self, shard: VocabularyShard | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Of hidden (summed over the vocabulary's slices), weight and bias, in the dtypes of what they belong to."""
+        if shard is not None:
+            dist.all_reduce(self._hidden, group=shard.group)
+        of_weight, of_bias = self._dtypes
+        weight = None if self._weight is None else self._weight.to(of_weight)
+        return self._hidden, weight, None if self._bias is None else self._bias.to(of_bias)
+
+
 class _TokenLogProbs(torch.autograd.Function):
     """The closed form. Saves hidden, weight, ``[n]`` numbers and, when it fits, log p."""
 
@@ -141,10 +181,7 @@ class _TokenLogProbs(torch.autograd.Function):
         n = hidden.shape[0]
         head = weight[:columns], None if bias is None else bias[:columns]
         block = max(n, 1) if kept is not None else BACKWARD_BLOCKS * block
-        grad_hidden = torch.zeros_like(hidden)
-        summed = weight.dtype if n <= block else torch.float32  # one product is rounded once in either
-        grad_weight = torch.zeros_like(weight, dtype=summed) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        gradient = HeadGradient(hidden, weight, bias, columns, of_weight=ctx.needs_input_grad[1], one_block=n <= block)
         for start in range(0, n, block):
             part = slice(start, start + block)
             if kept is not None:
@@ -160,17 +197,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 shard,
             )
             grad = grad.div_(temperature) if temperature != 1.0 else grad
-            if grad_bias is not None:
-                grad_bias[:columns] += grad.sum(0)
-            grad = grad.to(hidden.dtype)
-            torch.mm(grad, head[0], out=grad_hidden[part])
-            if grad_weight is not None:
-                add_outer(grad_weight[:columns], grad, hidden[part])
-        if shard is not None:
-            dist.all_reduce(grad_hidden, group=shard.group)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
+            gradient.add(part, grad)
+        return *gradient.whole(shard), None, None, None, None, None, None, None
 
 
 def tempered_logits(
@@ -256,7 +284,7 @@ def _grad_logits(
     return grad.scatter_add_(1, local[:, None], torch.where(mine, grad_log_probs, 0.0)[:, None].to(grad.dtype))
 
 
-def add_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+def _add_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
     """``total += grad^T hidden``, the sum in ``total``'s dtype."""
     if grad.dtype == total.dtype:
         total.addmm_(grad.t(), hidden)
