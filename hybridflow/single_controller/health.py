@@ -19,6 +19,7 @@ from typing import Protocol
 
 import psutil
 
+from hybridflow.single_controller.file_names import file_prefix
 from hybridflow.single_controller.oom import OomKills
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -192,4 +193,5 @@ def stacks_by_signal(pid: int, *, timeout_s: float = 2.0) -> str:
 
 
 def _stack_file(pid: int) -> Path:
-    return SHARED_MEMORY / f"hybridflow_stacks_{pid}"
+    # by pid for ``remove_segments``, by prefix for the next group that finds what a dead tree left
+    return SHARED_MEMORY / f"{file_prefix('stacks', pid)}{pid}"

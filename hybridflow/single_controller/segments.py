@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
-import hashlib
 import itertools
 import os
-import socket
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable
@@ -23,10 +20,11 @@ import numpy as np
 
 from hybridflow.batch.refs import Bytes, Kept
 from hybridflow.single_controller import health
+from hybridflow.single_controller.file_names import file_prefix, letters_of, owners_of_files
 from hybridflow.single_controller.health import SHARED_MEMORY
 from hybridflow.utils.errors import LostError
 
-PREFIX = "hybridflow-kept-"
+KIND = "kept"
 _numbers = itertools.count()
 """Of the objects of this process, whatever store keeps them: their names must differ."""
 
@@ -64,7 +62,7 @@ class SegmentStore:
 
     def put(self, data: Bytes) -> Kept:
         """See ``Store.put``. Falls back to the temporary folder when shared memory is full."""
-        name = f"{_prefix(os.getpid())}{_letters(next(_numbers))}"
+        name = f"{file_prefix(KIND, os.getpid())}{letters_of(next(_numbers))}"
         folders = _folders()
         for folder in folders:
             path = folder / name
@@ -100,7 +98,7 @@ class SegmentTable:
 
 def segments_of(pids: Iterable[int]) -> list[Path]:
     """Files of what these processes of this machine keep."""
-    return [path for pid in pids for folder in _folders() for path in folder.glob(f"{_prefix(pid)}*")]
+    return [path for pid in pids for folder in _folders() for path in folder.glob(f"{file_prefix(KIND, pid)}*")]
 
 
 def remove_segments_of(pids: Iterable[int]) -> None:
@@ -110,9 +108,8 @@ def remove_segments_of(pids: Iterable[int]) -> None:
 
 
 def remove_segments_of_the_dead() -> None:
-    """Removes what processes of this machine kept that are gone, and whose group could not clean up behind them."""
-    found = [path for folder in _folders() for path in folder.glob(f"{PREFIX}{_machine()}-*")]
-    owners = {path: _number(path.name.split("-")[3]) for path in found}
+    """Removes files of any kind of processes that are gone, and whose group could not clean up behind them."""
+    owners = {path: pid for folder in _folders() for path, pid in owners_of_files(folder).items()}
     alive = set(health.wait_gone(set(owners.values()), timeout_s=0.0))
     for path, pid in owners.items():
         if pid not in alive:
@@ -124,29 +121,6 @@ def _write(path: Path, data: Bytes) -> None:
     _remove(str(path))  # of an earlier process with our pid
     with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
         file.write(data.data)
-
-
-def _prefix(pid: int) -> str:
-    return f"{PREFIX}{_machine()}-{_letters(pid)}-"
-
-
-@functools.cache
-def _machine() -> str:
-    """Where a pid means this process: host, boot and pid namespace, as letters; containers may share the folders."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # not on Linux
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-        parts.append(str(Path("/proc/self/ns/pid").stat().st_ino))
-    return _letters(int.from_bytes(hashlib.blake2s("|".join(parts).encode(), digest_size=4).digest(), "big"))
-
-
-def _letters(number: int) -> str:
-    """A number without digits: ``health.remove_segments`` takes numbers in a name for pids and ports."""
-    return "".join(chr(ord("a") + int(digit)) for digit in str(number))
-
-
-def _number(letters: str) -> int:
-    return int("".join(str(ord(letter) - ord("a")) for letter in letters))
 
 
 def _folders() -> list[Path]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hybridflow.single_controller import health
 from hybridflow.single_controller.segments import (
     SegmentStore,
     SegmentTable,
@@ -76,14 +77,18 @@ def test_what_the_dead_kept_goes_when_nobody_else_could_do_it() -> None:
     child.join()
     assert child.pid is not None and child.exitcode == -9
     assert len(segments_of([child.pid])) == 1
+    stacks = Path("/dev/shm").glob(f"hybridflow-stacks-*-{child.pid}")
+    assert len(left := list(stacks)) == 1
     of_another_machine = mine.with_name(segments_of([child.pid])[0].name.replace("-kept-", "-kept-a"))
     of_another_machine.touch()
     remove_segments_of_the_dead()
     assert segments_of([child.pid]) == [] and mine.exists() and of_another_machine.exists()
+    assert not left[0].exists()
     mine.unlink()
     of_another_machine.unlink()
 
 
 def _keep_and_die() -> None:
+    health.answer_stack_signal()
     SegmentStore("me").put(DATA)
     os.kill(os.getpid(), 9)
