@@ -23,8 +23,8 @@ lint: ## ruff, formatting, import floors (under 10 s)
 types: ## pyright on hybridflow/
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-unit: ## tests without vLLM, Ray and the slow ones
-	$(BIN)/python -m pytest -q -m "not vllm and not ray and not slow and not real_model" tests/unit tests/invariants
+unit: ## tests of single rooms, two at a time
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not vllm and not ray and not slow and not real_model" tests/unit
 
 docs: ## every link and example of the docs
 	$(BIN)/python -m pytest -q tests/unit/docs

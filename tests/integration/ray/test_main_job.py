@@ -47,23 +47,30 @@ def _trained(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return steps
 
 
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """Folder and metrics of the plain job on one rank."""
+    folder = tmp_path_factory.mktemp("grpo")
+    return folder, _main_ppo(folder / "run", "trainer.save_freq=2", f"trainer.rollout_data_dir={folder / 'rollouts'}")
+
+
 @pytest.mark.vllm
 @pytest.mark.ray
-def test_grpo_runs_on_ray_and_vllm_and_leaves_its_outputs(tmp_path):
-    rows = _main_ppo(tmp_path / "run", "trainer.save_freq=2", f"trainer.rollout_data_dir={tmp_path / 'rollouts'}")
+def test_grpo_runs_on_ray_and_vllm_and_leaves_its_outputs(grpo):
+    folder, rows = grpo
     steps = _trained(rows)
     assert rows[0]["step"] == 0 and any(name.startswith("val-core/") for name in rows[0])
     assert all(row["publish/bytes"] == 0 for row in steps)  # one rank: nothing has to travel
-    assert (tmp_path / "run" / "resolved_config.yaml").is_file()
-    assert (tmp_path / "run" / "global_step_2" / "manifest.json").is_file()
-    samples = [json.loads(line) for line in (tmp_path / "rollouts" / "step_1.jsonl").read_text().splitlines()]
+    assert (folder / "run" / "resolved_config.yaml").is_file()
+    assert (folder / "run" / "global_step_2" / "manifest.json").is_file()
+    samples = [json.loads(line) for line in (folder / "rollouts" / "step_1.jsonl").read_text().splitlines()]
     assert len(samples) == 32 and {"prompt", "response", "score", "finish_reason"} <= samples[0].keys()
 
 
 @pytest.mark.vllm
 @pytest.mark.ray
-def test_two_workers_share_one_tensor_parallel_generator_and_give_the_numbers_of_one(tmp_path):
-    one = _trained(_main_ppo(tmp_path / "one", "trainer.val_before_train=False"))
+def test_two_workers_share_one_tensor_parallel_generator_and_give_the_numbers_of_one(grpo, tmp_path):
+    one = _trained(grpo[1])
     two = _trained(
         _main_ppo(
             tmp_path / "two",
