@@ -152,8 +152,9 @@ class Run:
         return self._watch.phase(name)
 
     def took(self, name: str, seconds: float) -> None:
-        """Adds the time of a call to ``timing_s/<name>``."""
+        """Adds the time of a call to ``timing_s/<name>``; a save in the background moves on, the next need not wait."""
         self._watch.add(name, seconds)
+        self._saver.poll()
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Adds metrics to the step."""

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from hybridflow.engines.train.shards import read_index
 from hybridflow.trainer.checkpoint import POINTER
+from hybridflow.trainer.run import Run
 from hybridflow.utils.errors import WorkerError
 from tests.invariants.test_resume import dying_after, lines, tensors
 from tests.jobs import read_metrics, run_job
@@ -68,6 +69,20 @@ def test_the_last_every_mth_and_the_best_stay(tmp_path, overlap):
     run_job(tmp_path, **RUN | keep)
     assert steps_in(tmp_path) == [1, 4, 6]
     assert (tmp_path / POINTER).read_text() == "6\n"
+
+
+def test_a_save_in_the_background_is_complete_before_the_next_step_ends(tmp_path, monkeypatch):
+    """Or the next save would wait for its digests."""
+    complete: list[bool] = []
+    after = Run.after
+
+    def looking(run: Run, step: int) -> None:
+        complete.append((tmp_path / f"global_step_{step - 1}").exists())
+        after(run, step)
+
+    monkeypatch.setattr(Run, "after", looking)
+    run_job(tmp_path, **RUN | {f"{CONTENTS}async_save": True})
+    assert complete[1:] == [True] * 3
 
 
 def test_the_export_is_what_transformers_reads(tmp_path):
