@@ -14,10 +14,13 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from hybridflow.utils.errors import DataError
 
 METRICS_FILE = "metrics.jsonl"
+STYLES = ("-", "--", ":", "-.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +79,47 @@ def draw(runs: Mapping[str, Series], path: Path) -> Path:
     rows = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(6 * columns, 3 * rows), squeeze=False)
     for place, panel in zip(axes.flat, panels, strict=False):
-        for run, series in runs.items():
-            for name in _chosen(panel, series):
-                steps, values = zip(*series[name], strict=True)
-                label = name if len(runs) == 1 else f"{run}: {name}"
-                place.plot(steps, values, label=label, marker="o" if panel.markers else None, markersize=4)
-        place.set_title(panel.title, fontsize=10)
-        place.set_xlabel("step")
-        place.grid(alpha=0.3)
-        place.legend(fontsize=7)
+        _fill(place, panel, runs)
     for place in list(axes.flat)[len(panels) :]:
         place.set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return path
+
+
+def _fill(place: Axes, panel: Panel, runs: Mapping[str, Series]) -> None:
+    """Draws a panel: a colour per run and a style per metric, or with a single run a colour per metric."""
+    names = list(dict.fromkeys(name for series in runs.values() for name in _chosen(panel, series)))
+    marker = "o" if panel.markers else None
+    for number, series in enumerate(runs.values()):
+        for kind, name in enumerate(names):
+            if name in series:
+                colour, style = (kind, 0) if len(runs) == 1 else (number, kind)
+                steps, values = zip(*series[name], strict=True)
+                look = {"color": f"C{colour % 10}", "linestyle": STYLES[style % len(STYLES)]}
+                place.plot(steps, values, marker=marker, markersize=4, **look)
+    place.set_title(panel.title, fontsize=10)
+    place.set_xlabel("step")
+    place.grid(alpha=0.3)
+    place.legend(handles=_legend(names, list(runs)), fontsize=7)
+
+
+def _legend(names: Sequence[str], runs: Sequence[str]) -> list[Line2D]:
+    """One entry per run and one per metric, not one per pair."""
+    if len(runs) == 1:
+        return [Line2D([], [], color=f"C{kind % 10}", label=name) for kind, name in enumerate(names)]
+    by_metric = [
+        Line2D([], [], color="grey", linestyle=STYLES[kind % len(STYLES)], label=name)
+        for kind, name in enumerate(names)
+    ]
+    return [Line2D([], [], color=f"C{number % 10}", label=run) for number, run in enumerate(runs)] + by_metric
+
+
+def _run_names(folders: Sequence[Path]) -> list[str]:
+    """The last part of each path, or the whole of it where two end alike."""
+    ends = [folder.resolve().name for folder in folders]
+    return [str(folder) if ends.count(end) > 1 else end for folder, end in zip(folders, ends, strict=True)]
 
 
 def _chosen(panel: Panel, series: Series) -> list[str]:
@@ -108,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="picture to write; default: report.png in the first folder")
     parsed = parser.parse_args(arguments)
     try:
-        runs = {folder.name: read_series(folder) for folder in parsed.folders}
+        names = _run_names(parsed.folders)
+        runs = {name: read_series(folder) for name, folder in zip(names, parsed.folders, strict=True)}
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot
 
-from hybridflow.cli.report import main, read_series
+from hybridflow.cli.report import Panel, _fill, _run_names, main, read_series
 
 
 def _run(folder: Path, lines: list[str]) -> Path:
@@ -22,6 +23,25 @@ def test_a_picture_of_two_runs_is_written(tmp_path, capsys):
     main([*map(str, folders), "--out", str(tmp_path / "both.png")])
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     assert "both.png" in capsys.readouterr().out
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    assert _run_names([tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "c"]) == [
+        str(tmp_path / "a" / "run"),
+        str(tmp_path / "b" / "run"),
+        "c",
+    ]
+
+
+def test_a_legend_names_each_run_and_each_metric_once():
+    runs = {name: {"val-core/x": [(0.0, 1.0)], "val-core/y": [(0.0, 2.0)]} for name in ("one", "two", "three")}
+    _, axes = pyplot.subplots()
+    _fill(axes, Panel("score", ("val-core/",)), runs)
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["one", "two", "three", "val-core/x", "val-core/y"]
+    looks = [(line.get_color(), line.get_linestyle()) for line in axes.get_lines()]
+    assert looks == [("C0", "-"), ("C0", "--"), ("C1", "-"), ("C1", "--"), ("C2", "-"), ("C2", "--")]
 
 
 def test_a_last_line_that_is_being_written_is_left_out(tmp_path):
