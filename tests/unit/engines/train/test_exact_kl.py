@@ -17,7 +17,7 @@ from hybridflow.engines.train.base import MicroBatching
 from hybridflow.engines.train.fsdp import FSDPEngine
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import ConfigError, EngineError
-from tests.invariants.training_steps import Case, assemble, blocks, build, make_rows, own_rows, reference_model
+from tests.invariants.training_steps import Case, assemble, blocks, build, make_rows, own_rows, reference_model, rows_of
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
 
@@ -53,7 +53,7 @@ def step(case: Case, reference: str) -> dict[str, Any]:
     """KL before an update on it alone, the loss, and this rank's blocks before and after."""
     engine = build(case)
     engine.compare_with(frozen(reference, case.dims))
-    rows = own_rows(make_rows(case.rows), case.dims, dist.get_rank() if dist.is_initialized() else 0)
+    rows = own_rows(rows_of(case), case.dims, dist.get_rank() if dist.is_initialized() else 0)
     before, counts = blocks(engine), engine.counts(rows)
     found = engine.forward(rows, KL, temperature=TEMPERATURE, micro=case.micro)["full_kl"]
     metrics = engine.update(rows, KLLoss(), temperature=TEMPERATURE, micro=case.micro, counts=counts)
@@ -116,10 +116,21 @@ def test_micro_batches_do_not_change_it(folders, expected, micro: MicroBatching)
     assert found["loss"] == pytest.approx(expected[1], abs=1e-5)
 
 
+def test_encoding_the_prompt_of_a_group_once_does_not_change_it(folders) -> None:
+    """Both models read the same packed rows, whoever shares prompts; sums come in another order."""
+    groups: dict[str, Any] = {"rows": 6, "prompt_of": (0, 0, 2, 0, 2, 2)}
+    plain = step(Case(folders[0], **groups), folders[1])
+    shared = step(Case(folders[0], **groups, engine={"share_prompts": True}), folders[1])
+    torch.testing.assert_close(shared["kl"], plain["kl"], atol=1e-5, rtol=1e-5)
+    assert shared["loss"] == pytest.approx(plain["loss"], abs=1e-6)
+    for name, (_, _, value) in shared["after"].items():
+        torch.testing.assert_close(value, plain["after"][name][2], atol=1e-5, rtol=1e-4)
+
+
 def lora_step(case: Case) -> dict[str, Any]:
     engine = build(case)
     engine.compare_with(engine)
-    rows = own_rows(make_rows(case.rows), case.dims, dist.get_rank() if dist.is_initialized() else 0)
+    rows = own_rows(rows_of(case), case.dims, dist.get_rank() if dist.is_initialized() else 0)
     settings: dict[str, Any] = {"temperature": TEMPERATURE, "micro": case.micro}
     start = engine.forward(rows, KL, **settings)["full_kl"]
     engine.update(rows, PushAway(), counts=engine.counts(rows), **settings)
@@ -161,9 +172,9 @@ def test_with_lora_the_reference_is_the_engine_without_its_adapters(folders) -> 
     assert found["loss"] == pytest.approx(float(masked), abs=1e-5)
 
 
-def test_two_ranks_and_one_see_the_same_lora_kl(folders) -> None:
+@pytest.mark.parametrize("dims", [ParallelDims(dp_shard=2), ParallelDims(tp=2)], ids=["dp 2", "tp 2"])
+def test_two_ranks_and_one_see_the_same_lora_kl(folders, dims: ParallelDims) -> None:
     one = lora_step(Case(folders[0], model=LORA))
-    dims = ParallelDims(dp_shard=2)
     for rank, found in enumerate(run_ranks(2, lora_step, Case(folders[0], dims=dims, model=LORA))):
         mine = own_rows(Batch({"kl": one["moved"]}), dims, rank)["kl"]
         torch.testing.assert_close(found["moved"], mine, atol=1e-5, rtol=1e-4)
