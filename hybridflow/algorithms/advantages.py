@@ -11,8 +11,8 @@ the dtype of ``token_rewards``. Common rules:
 - Masked positions are transparent: a row's result is that of the row with these positions cut out.
 - Statistics are float64; standard deviations are unbiased (n - 1).
 
-A user's own function (``adv_estimator=package.module:function``) has this signature; what columns it needs beyond
-those of every step may stand in its attribute ``needs``.
+A user's own function (``adv_estimator=package.module:function``) has this signature; the columns that it reads beyond
+those of every step stand in its attribute ``needs``, and only those travel to it. Without the attribute all do.
 """
 
 from __future__ import annotations
@@ -298,10 +298,10 @@ NEEDS: dict[str, frozenset[str]] = {name: frozenset() for name in ADVANTAGES} | 
     "gae": frozenset({"values"}),
     "remax": frozenset({"baseline_score"}),
     "gdpo": frozenset({"reward_info"}),
-    "optimal_token_baseline": frozenset({"old_log_probs", "old_entropy"}),
-    "tir_optimal_token_baseline": frozenset({"old_log_probs", "old_entropy"}),
+    "optimal_token_baseline": frozenset({"old_log_probs", "old_entropy?", "old_sum_pi_squared?"}),
+    "tir_optimal_token_baseline": frozenset({"old_log_probs", "old_entropy?", "old_sum_pi_squared?"}),
 }
-"""Columns that an estimator reads beyond those of every step."""
+"""Columns that an estimator reads beyond those of every step; ``name?``: where it is there."""
 
 
 def resolve(name: str) -> Estimator:
@@ -319,8 +319,9 @@ def resolve(name: str) -> Estimator:
     )
 
 
-def needs_of(name: str) -> frozenset[str]:
-    """Columns that estimator ``name`` needs beyond those of every step: what the dataflow must provide."""
+def needs_of(name: str) -> frozenset[str] | None:
+    """Columns that estimator ``name`` reads beyond those of every step; None: it does not say (a user's function)."""
     if name in NEEDS:
         return NEEDS[name]
-    return frozenset(vars(resolve(name)).get("needs", ()))
+    needs = vars(resolve(name)).get("needs")
+    return None if needs is None else frozenset(needs)

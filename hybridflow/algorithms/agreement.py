@@ -8,6 +8,9 @@ from hybridflow.batch.batch import Batch
 
 Metrics = dict[str, float]
 
+AGREEMENT_READS = ("response_mask", "rollout_log_probs?", "old_log_probs?", "old_entropy?")
+"""Columns of ``sampler_agreement``."""
+
 
 def sampler_agreement(batch: Batch) -> Metrics:
     """``training/rollout_log_prob_diff/*`` and ``actor/entropy_old``, over policy tokens of valid rows.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import resolve
+from hybridflow.algorithms.advantages import needs_of, resolve
 from hybridflow.algorithms.correction import Correction, correct
 from hybridflow.algorithms.covariance import select_by_covariance
 from hybridflow.algorithms.kl import base_kind, kl_estimate
@@ -33,6 +33,25 @@ from hybridflow.config.reward import OverlongConfig
 Metrics = dict[str, float]
 
 _PASSED_BY_NAME = frozenset({"token_rewards", "mask", "group_id", "config"})
+_READS = (
+    *("score", "group_id", "response_mask", "response_length", "prompt_length?", "finish_reason?"),
+    *("rollout_log_probs?", "old_log_probs?", "values?"),
+)
+
+
+def credit_reads(config: AlgorithmConfig) -> tuple[str, ...] | None:
+    """Columns that ``assign_credit`` reads (``name?``: where it is there); None: all, for an estimator that names none.
+
+    ``valid`` is read always.
+    """
+    needs = needs_of(config.adv_estimator)
+    if needs is None:
+        return None
+    reads = [*_READS, *sorted(needs)]
+    if config.use_kl_in_reward:
+        reads.append("full_kl" if base_kind(config.kl_penalty) == "full" else "ref_log_probs")
+    reads += ["reward_info"] if config.gdpo_reward_keys else []
+    return tuple(reads)
 
 
 def assign_credit(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from jaxtyping import Float
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import resolve
+from hybridflow.algorithms.advantages import needs_of, resolve
 from hybridflow.algorithms.masking import masked_mean, masked_moments
 from hybridflow.algorithms.rewards import place_scores
 from hybridflow.batch.batch import Batch
@@ -23,6 +23,13 @@ from hybridflow.config.algorithm import AlgorithmConfig, SafeRLHFConfig
 Metrics = dict[str, float]
 
 _PASSED_BY_NAME = frozenset({"token_rewards", "mask", "group_id", "config", "values"})
+_READS = ("cost", "loss_mask", "advantages", "group_id", "cost_values?", "correction_weights?")
+
+
+def cost_reads(config: AlgorithmConfig) -> tuple[str, ...] | None:
+    """Columns that ``assign_cost_credit`` reads (``name?``: where it is there); None: all, as in ``credit_reads``."""
+    needs = needs_of(config.adv_estimator)
+    return None if needs is None else (*_READS, *sorted(needs - _PASSED_BY_NAME))
 
 
 class LagrangeMultiplier:

@@ -98,6 +98,19 @@ class RankContext:
     """Set by a worker that wants to look on (workers/profiler.py)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Bytes that ranks read of one another's objects."""
+
+    all: int = 0
+    beyond: int = 0
+    """Of these, what lay beyond the rows and columns of the calls."""
+
+    def __add__(self, other: Fetched) -> Fetched:
+        """Both together."""
+        return Fetched(self.all + other.all, self.beyond + other.beyond)
+
+
 class WorkerGroup(Protocol):
     """Processes that host the same roles on every rank."""
 
@@ -152,8 +165,8 @@ class WorkerGroup(Protocol):
         """Payload bytes that went through the driver since the last call of this method."""
         ...
 
-    def bytes_over_fetched(self) -> int:
-        """Bytes that ranks read of one another's objects beyond their own rows, since the last call of this method."""
+    def bytes_fetched(self) -> Fetched:
+        """Bytes that ranks read of one another's objects since the last call of this method."""
         ...
 
     def keep(self, batch: Batch) -> Batch:

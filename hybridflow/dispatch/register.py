@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hybridflow.dispatch.transfer import Transfer
 
 F = TypeVar("F", bound=Callable[..., Any])
+Columns = tuple[str, ...]
+Reads = Columns | Callable[[Mapping[str, Any]], Columns | None] | None
+"""Names of columns; or a function that says them from the worker's constructor arguments; None: all columns."""
 _MARK = "_hybridflow_registration"
 
 
@@ -18,7 +21,7 @@ class Registration:
 
     dispatch: str | Transfer
     """Name of a transfer protocol (dispatch/transfer.py: PROTOCOLS), or the user's own pair."""
-    reads: tuple[str, ...] | None = None
+    reads: Reads = None
     """Columns of its Batch arguments that travel; None: all. ``"name?"`` travels when it is there; ``valid`` always."""
     writes: tuple[str, ...] = ()
     """Columns of the Batch that it returns; checked on collect when given. ``"name?"`` may be absent."""
@@ -27,11 +30,15 @@ class Registration:
     mesh: str = "train"
     """Which of the worker's layouts splits the rows: train, rollout, ref."""
 
+    def columns(self, arguments: Mapping[str, Any]) -> Columns | None:
+        """``reads`` for a worker with these constructor arguments."""
+        return self.reads(arguments) if callable(self.reads) else self.reads
+
 
 def register(
     *,
     dispatch: str | Transfer,
-    reads: tuple[str, ...] | None = None,
+    reads: Reads = None,
     writes: tuple[str, ...] = (),
     blocking: bool = False,
     mesh: str = "train",

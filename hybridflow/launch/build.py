@@ -17,7 +17,7 @@ from hybridflow.data.builtin import model_folder
 from hybridflow.data.dataset import build_datasets
 from hybridflow.data.loader import PromptLoader, validation_batches
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
-from hybridflow.dispatch.group import WorkerGroup
+from hybridflow.dispatch.group import Fetched, WorkerGroup
 from hybridflow.launch.cluster import ClusterStart
 from hybridflow.launch.groups import open_groups
 from hybridflow.launch.plan import RunPlan
@@ -181,7 +181,7 @@ def _assemble(tries: _Tries, start: StartUp, stack: ExitStack) -> tuple[PPOTrain
         total_steps=total_steps,
         observers=[ObserverHandle(group, OBSERVER) for group in groups.values()],
         bytes_moved=lambda: sum(group.bytes_moved() for group in groups.values()),
-        bytes_over_fetched=lambda: sum(group.bytes_over_fetched() for group in groups.values()),
+        bytes_fetched=lambda: sum((group.bytes_fetched() for group in groups.values()), Fetched()),
         stragglers=lambda: {name: ratio for group in groups.values() for name, ratio in group.stragglers().items()},
         offer=groups[MAIN_POOL].keep,
         stop_asked=tries.signals.asked,

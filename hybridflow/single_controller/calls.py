@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.batch.batch import Batch
 from hybridflow.dispatch.group import WorkerSpec
-from hybridflow.dispatch.register import Registration, registrations
+from hybridflow.dispatch.register import Columns, Registration, registrations
 from hybridflow.dispatch.transfer import Arguments, Transfer, check_writes, protocol, row_count, select_reads
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import ColumnError, ConfigError, EngineError
@@ -56,6 +56,8 @@ class PreparedCall:
 class _Role:
     spec: WorkerSpec
     methods: Mapping[str, Registration]
+    reads: Mapping[str, Columns | None]
+    """Columns that travel, by method."""
 
 
 class CallTable:
@@ -84,7 +86,8 @@ class CallTable:
                     raise ConfigError(
                         f"layout {mesh!r} of role {spec.role!r} is made for {layout.world} ranks, the group has {world}"
                     )
-            self._roles[spec.role] = _Role(spec, methods)
+            reads = {name: registration.columns(spec.kwargs) for name, registration in methods.items()}
+            self._roles[spec.role] = _Role(spec, methods, reads)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -111,7 +114,7 @@ class CallTable:
         layout = self._roles[role].spec.layouts.get(registration.mesh, ParallelDims(dp_shard=self._world))
         transfer = protocol(registration.dispatch)
         try:
-            arguments = select_reads(Arguments(args, dict(kwargs)), registration.reads)
+            arguments = select_reads(Arguments(args, dict(kwargs)), self._roles[role].reads[method])
             rows = row_count(arguments)
             shares = transfer.distribute(layout, arguments)
         except (ColumnError, EngineError) as error:

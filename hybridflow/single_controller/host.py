@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.refs import Reader, Store
-from hybridflow.dispatch.group import Mailbox, RankContext, WorkerSpec
+from hybridflow.dispatch.group import Fetched, Mailbox, RankContext, WorkerSpec
 from hybridflow.dispatch.transfer import Arguments
 from hybridflow.single_controller.oom import OomKills
 from hybridflow.single_controller.wire import pack, unpack
@@ -77,8 +77,8 @@ class Reply:
     """Wall-clock seconds when the rank was done."""
     seconds: float = 0.0
     """How long the method ran there, fetching included."""
-    over_fetched_bytes: int = 0
-    """What it read of other ranks' objects beyond its own rows and columns."""
+    fetched: Fetched = field(default_factory=Fetched)
+    """What it read of other ranks' objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +235,7 @@ class Host:
             result = getattr(self.workers[role], method)(*arguments.args, **arguments.kwargs)
         value = self._leave(result) if wanted else None
         seconds = time.perf_counter() - started
-        return Reply(value, seconds=seconds, over_fetched_bytes=reader.over_fetched_bytes)
+        return Reply(value, seconds=seconds, fetched=Fetched(reader.read_bytes, reader.over_fetched_bytes))
 
     def _leave(self, result: Any) -> Any:
         if isinstance(result, tuple):

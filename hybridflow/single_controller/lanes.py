@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Pending, Ready
+from hybridflow.dispatch.group import Fetched
 from hybridflow.dispatch.transfer import Arguments
 from hybridflow.single_controller import health
 from hybridflow.single_controller.calls import CallTable, PreparedCall
@@ -156,7 +157,7 @@ class LaneGroup:
         self._broken: Exception | None = None
         self._ended = False
         self._counted = 0
-        self._over_fetched = 0
+        self._fetched = Fetched()
         self._pace = Pace()
         self._progress = ""
         self._start = Submission(0, f"group {self.name}", START, range(world), settings.start_timeout_s, None)
@@ -201,10 +202,10 @@ class LaneGroup:
         """See ``WorkerGroup.stragglers``."""
         return self._pace.take_ratios()
 
-    def bytes_over_fetched(self) -> int:
-        """See ``WorkerGroup.bytes_over_fetched``."""
-        over_fetched, self._over_fetched = self._over_fetched, 0
-        return over_fetched
+    def bytes_fetched(self) -> Fetched:
+        """See ``WorkerGroup.bytes_fetched``."""
+        fetched, self._fetched = self._fetched, Fetched()
+        return fetched
 
     def keep(self, batch: Batch) -> Batch:
         """See ``WorkerGroup.keep``."""
@@ -266,7 +267,7 @@ class LaneGroup:
         call.settled = True
         call.previous = None
         call.held = ()
-        self._over_fetched += sum(reply.over_fetched_bytes for reply in call.replies.values())
+        self._fetched = sum((reply.fetched for reply in call.replies.values()), self._fetched)
         ends = [reply.at for reply in call.replies.values()]
         call.seconds = max((reply.seconds for reply in call.replies.values()), default=0.0)
         call.finished_at = min(time.time(), max(ends, default=time.time()))

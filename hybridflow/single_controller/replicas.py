@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from hybridflow.batch.batch import Batch, concat
 from hybridflow.batch.futures import Pending
-from hybridflow.dispatch.group import WorkerGroup
+from hybridflow.dispatch.group import Fetched, WorkerGroup
 from hybridflow.single_controller import health
 from hybridflow.utils.errors import LostError
 
@@ -132,9 +132,9 @@ class ReplicaGroup:
         """See ``WorkerGroup.bytes_moved``."""
         return sum(replica.bytes_moved() for replica in self._replicas)
 
-    def bytes_over_fetched(self) -> int:
-        """See ``WorkerGroup.bytes_over_fetched``."""
-        return sum(replica.bytes_over_fetched() for replica in self._replicas)
+    def bytes_fetched(self) -> Fetched:
+        """See ``WorkerGroup.bytes_fetched``."""
+        return sum((replica.bytes_fetched() for replica in self._replicas), Fetched())
 
     def keep(self, batch: Batch) -> Batch:
         """See ``WorkerGroup.keep``."""

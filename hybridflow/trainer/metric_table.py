@@ -70,7 +70,8 @@ _RUN = _section(
         "the slowest rank's time over the median of the others, by method; ranks in a collective end alike",
     ),
     ("perf/driver_bytes", "bytes", "payload that went through the driver in this step"),
-    ("perf/over_fetch_bytes", "bytes", "what ranks read of one another's objects beyond their own rows and columns"),
+    ("perf/fetched_bytes", "bytes", "what ranks read of one another's objects in this step"),
+    ("perf/over_fetch_bytes", "bytes", "of these, what lay beyond their own rows and columns"),
 )
 _BATCH = _section(
     "trainer/metrics.py",

@@ -18,6 +18,7 @@ from hybridflow.algorithms.kl import KLController
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import gather
 from hybridflow.config.root import PPOConfig
+from hybridflow.dispatch.group import Fetched
 from hybridflow.roles.protocols import Observer, Roles
 from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.trainer.costs import cost_metrics
@@ -83,7 +84,7 @@ class Run:
         observers: what says what a step cost, one for each pool.
         bytes_moved: payload bytes through the driver since the last call.
         stragglers: by method, the slowest rank's time over the median since the last call.
-        bytes_over_fetched: bytes that ranks read beyond their own rows since the last call.
+        bytes_fetched: bytes that ranks read of one another's rows since the last call.
         offer: puts the wide columns of prompts where ranks can fetch them.
         stop_asked: whether the run should save and end after the step that runs.
     """
@@ -102,7 +103,7 @@ class Run:
         observers: Sequence[Observer],
         bytes_moved: Callable[[], int],
         stragglers: Callable[[], Mapping[str, float]],
-        bytes_over_fetched: Callable[[], int],
+        bytes_fetched: Callable[[], Fetched],
         offer: Callable[[Batch], Batch],
         stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -119,7 +120,7 @@ class Run:
         self._profiler = StepProfiler(config.profiler, observers, Path(config.trainer.default_local_dir))
         self._bytes_moved = bytes_moved
         self._stragglers = stragglers
-        self._bytes_over_fetched = bytes_over_fetched
+        self._bytes_fetched = bytes_fetched
         self._offer = offer
         self._stop_asked = stop_asked
         self.interrupted = False
@@ -185,12 +186,13 @@ class Run:
             gather(call)
         self._watch.take()  # what came between two steps belongs to neither
         self._bytes_moved()
-        self._bytes_over_fetched()
+        self._bytes_fetched()
         self._stragglers()
         with self._profiler.step(step), self.phase("step"):
             yield
             self.record({"perf/driver_bytes": float(self._bytes_moved())})
-            self.record({"perf/over_fetch_bytes": float(self._bytes_over_fetched())})
+            fetched = self._bytes_fetched()
+            self.record({"perf/fetched_bytes": float(fetched.all), "perf/over_fetch_bytes": float(fetched.beyond)})
             self.record({f"perf/straggler/{method}": ratio for method, ratio in self._stragglers().items()})
         costs = [gather(call) for call in [observer.step_costs() for observer in self._observers]]
         self.record(cost_metrics(costs, self._watch.seconds["step"]))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hybridflow.algorithms.agreement import sampler_agreement
+from hybridflow.algorithms.agreement import AGREEMENT_READS, sampler_agreement
 from hybridflow.algorithms.contract import Counts, Loss
-from hybridflow.algorithms.credit import assign_credit
-from hybridflow.algorithms.lagrange import assign_cost_credit
+from hybridflow.algorithms.credit import assign_credit, credit_reads
+from hybridflow.algorithms.lagrange import assign_cost_credit, cost_reads
 from hybridflow.algorithms.losses import ActorLoss
 from hybridflow.algorithms.pretraining import PretrainingMix
 from hybridflow.algorithms.rewards import RewardNormalizer
@@ -51,6 +52,15 @@ CREDIT = (
     "rollout_log_probs",
 )
 """Columns that policy losses read, where they are."""
+
+
+def _credit_reads(arguments: Mapping[str, Any]) -> tuple[str, ...] | None:
+    reads = credit_reads(arguments["config"].algorithm)
+    return None if reads is None else (*reads, *AGREEMENT_READS)
+
+
+def _cost_reads(arguments: Mapping[str, Any]) -> tuple[str, ...] | None:
+    return cost_reads(arguments["config"].algorithm)
 
 
 class ActorWorker(TrainedWorker):
@@ -195,7 +205,7 @@ class ActorWorker(TrainedWorker):
         entropy = found.pop("entropy", torch.zeros_like(found["log_probs"]))
         return Batch({"old_log_probs": found.pop("log_probs"), "old_entropy": entropy, **found})
 
-    @register(dispatch="RANK_ZERO")
+    @register(dispatch="RANK_ZERO", reads=_credit_reads)
     def compute_advantage(self, batch: Batch, *, kl_coef: float = 0.0) -> tuple[Batch, Metrics]:
         """Columns and metrics of credit assignment over the whole batch, and how well sampler and trainer agree."""
         credit, metrics = assign_credit(
@@ -209,7 +219,7 @@ class ActorWorker(TrainedWorker):
         )
         return credit, {**metrics, **sampler_agreement(batch.with_columns(**credit.columns()))}
 
-    @register(dispatch="RANK_ZERO")
+    @register(dispatch="RANK_ZERO", reads=_cost_reads)
     def compute_cost_advantage(self, batch: Batch, *, multiplier: float) -> tuple[Batch, Metrics]:
         """Advantages of reward and cost in one, over the whole batch (algorithms/lagrange.py)."""
         return assign_cost_credit(batch, self._config.algorithm, multiplier=multiplier)

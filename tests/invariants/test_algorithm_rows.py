@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.algorithms.credit import assign_credit
+from hybridflow.algorithms.credit import assign_credit, credit_reads
 from hybridflow.batch.batch import Batch
 from hybridflow.config.algorithm import AlgorithmConfig
 from hybridflow.config.choices import ADV_ESTIMATORS
@@ -107,6 +107,24 @@ def test_no_input_column_is_written_to(name: str) -> None:
     run(batch, OPTIONS[name])
     for column, value in before.items():
         assert torch.equal(batch[column], value), column
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_only_the_declared_columns_are_read(name: str) -> None:
+    """What does not travel to the rank that assigns credit changes neither a column nor a metric."""
+    config = AlgorithmConfig(gdpo_reward_keys=("answer", "format"), gamma=0.95, **OPTIONS[name])
+    reads, batch = credit_reads(config), batch_of(case()).with_columns(response_ids=torch.zeros(8, 6).long())
+    assert reads is not None
+    travels = {name.rstrip("?") for name in reads} | {"valid"}
+    assert all(name.endswith("?") or name in batch for name in reads)
+    assert "response_ids" not in travels
+    assert ("ref_log_probs" in travels) == config.use_kl_in_reward
+    assert ("baseline_score" in travels) == (name == "remax")
+    plain, metrics = run(batch, OPTIONS[name])
+    found, found_metrics = run(batch.select(*(column for column in batch.names if column in travels)), OPTIONS[name])
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[column], value) for column, value in plain.items())
+    assert found_metrics == metrics
 
 
 @pytest.mark.parametrize("name", [name for name in ADV_ESTIMATORS if name != "tir_optimal_token_baseline"])

@@ -294,6 +294,7 @@ def test_a_users_own_estimator_is_found_by_its_dotted_path() -> None:
     assert resolve(path) is best_of_batch
     assert needs_of(path) == frozenset({"values"})
     assert needs_of("grpo") == frozenset()
+    assert needs_of(f"{__name__}:loop_reference") is None, "a function that names no columns may read any"
     with pytest.raises(ConfigError, match="nowhere"):
         resolve("nowhere.at:all")
 

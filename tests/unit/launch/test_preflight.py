@@ -9,10 +9,13 @@ from hybridflow.batch.columns import TABLE
 from hybridflow.config import checks
 from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig
+from hybridflow.dispatch.register import registrations
 from hybridflow.launch.machine import Gpu, Machine
 from hybridflow.launch.plan import RunPlan
 from hybridflow.launch.preflight import HOST_POOL, plan_run
+from hybridflow.launch.specs import WORKERS
 from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils.optional import load
 from tests.unit.config.trees import tree
 
 LAPTOP = Machine(cores=8, memory_bytes=16 << 30, available_bytes=12 << 30, torch_build="2.13.0+cpu")
@@ -216,6 +219,15 @@ def test_every_column_of_the_dataflow_is_in_the_table_and_written_before_it_is_r
         assert set(stage.reads) | set(stage.writes) <= set(TABLE)
         assert set(stage.reads) <= given, f"{stage.method} reads what nobody wrote"
         given |= set(stage.writes)
+
+
+@pytest.mark.parametrize("overrides", VARIANTS, ids=str)
+def test_every_column_of_the_dataflow_travels_to_the_worker_that_reads_it(overrides):
+    config = load_config(tree(*overrides))
+    for stage in plan_run(config, LAPTOP).dataflow:
+        travels = registrations(load(WORKERS[stage.role]))[stage.method].columns({"config": config})
+        missing = set() if travels is None else set(stage.reads) - {"valid"} - {name.rstrip("?") for name in travels}
+        assert not missing, stage.method
 
 
 def test_the_exact_kl_spares_the_pass_for_the_reference_s_log_probs_and_still_holds_the_reference():
