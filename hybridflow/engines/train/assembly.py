@@ -72,15 +72,10 @@ def assemble(
     """
     net, model = _net(config, head, sharding, device, trains=trains, vocab_limit=vocab_limit)
     adapted = trains and config.lora_rank > 0
-    if adapted:
-        optional.load(f"{LORA}:add_adapters")(model, config)
-    every = {name: tuple(parameter.shape) for name, parameter in model.hf_parameters().items()}
-    shapes = {name: shape for name, shape in every.items() if not adapter_name(name)}
+    shapes, adapter_shapes = _shapes(model)
     aliases = {hf_name(name): tuple(hf_name(other) for other in others) for name, others in tied_names(model).items()}
     layer_names = model.layer_parameters()
-    trained = frozenset(name for name, held in model.hf_parameters().items() if held.requires_grad)
-    columns = 1 if head == "value" else model.vocab_limit or net.config.vocab_size
-    meter = WorkMeter(architecture(net.config, every, trained, layer_names, columns), dims, device)
+    meter = _meter(model, head, shapes | adapter_shapes, layer_names, dims, device)
     parallelize(
         model,
         where,
@@ -103,7 +98,6 @@ def assemble(
     )
     if absent and model.last:
         net.reset_head()
-    adapter_shapes = {name: shape for name, shape in every.items() if adapter_name(name)}
     if adapted:
         _fill_adapters(parameters, adapter_shapes, config, seed)
     dtype = dtype_of(sharding.mixed_precision.param_dtype)
@@ -124,7 +118,7 @@ def assemble(
 def _net(
     config: ModelConfig, head: Head, sharding: FSDPConfig, device: str, *, trains: bool, vocab_limit: int | None
 ) -> tuple[Any, PackedModel]:
-    """The network without memory, and around it what packs rows."""
+    """The network without memory, and around it what packs rows; with adapters where they are trained."""
     net: Any = empty_causal_lm(
         config.path,
         dtype=dtype_of(sharding.model_dtype),
@@ -141,7 +135,29 @@ def _net(
     model.requires_grad_(trains)
     if trains and config.enable_activation_offload:
         offload_activations(model, device)
+    if trains and config.lora_rank > 0:
+        optional.load(f"{LORA}:add_adapters")(model, config)
     return net, model
+
+
+def _shapes(model: PackedModel) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Full shapes of weights and of adapters, by Hugging Face name."""
+    every = {name: tuple(parameter.shape) for name, parameter in model.hf_parameters().items()}
+    adapters = {name: shape for name, shape in every.items() if adapter_name(name)}
+    return {name: shape for name, shape in every.items() if name not in adapters}, adapters
+
+
+def _meter(
+    model: PackedModel,
+    head: Head,
+    shapes: Mapping[str, tuple[int, ...]],
+    layer_names: frozenset[str],
+    dims: ParallelDims,
+    device: str,
+) -> WorkMeter:
+    trained = frozenset(name for name, held in model.hf_parameters().items() if held.requires_grad)
+    columns = 1 if head == "value" else model.vocab_limit or model.net.config.vocab_size
+    return WorkMeter(architecture(model.net.config, shapes, trained, layer_names, columns), dims, device)
 
 
 def _fill_adapters(

@@ -1,21 +1,19 @@
 """``FSDPEngine``: the native training engine, FSDP2 over packed rows.
 
 One update: cut this rank's rows into micro-batches (equally many on every rank), run each forward and backward, reduce
-gradients once with the last, agree on loss, norm and metrics, clip, step. Losses are sums over the whole mini-batch
-(algorithms/contract.py); FSDP averages over its ranks, so each loss is scaled by their number.
+gradients once with the last (passes.py), agree on loss, norm and metrics, clip, step. Losses are sums over the whole
+mini-batch (algorithms/contract.py); FSDP averages over its ranks, so each loss is scaled by their number.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
-from hybridflow.algorithms.contract import Counts, Loss, Outputs
+from hybridflow.algorithms.contract import Counts, Loss
 from hybridflow.batch.batch import Batch
 from hybridflow.config.model import FSDPConfig, ModelConfig, OptimConfig
 from hybridflow.engines.train import checkpoint, reduction
@@ -25,18 +23,12 @@ from hybridflow.engines.train.mesh import meshes
 from hybridflow.engines.train.offload import move_state
 from hybridflow.engines.train.optimizer import build_optimizer, clip, gradient_norm, held_bytes, settle_gradients
 from hybridflow.engines.train.parallelize import refuse_unsupported
+from hybridflow.engines.train.passes import Passes
 from hybridflow.engines.train.schedule import schedule
-from hybridflow.engines.train.shortage import Attempt, Budgets, Shortage, give_up
+from hybridflow.engines.train.shortage import Budgets
 from hybridflow.engines.train.work import Work, peak_flops
-from hybridflow.models.full_kl import Reading
 from hybridflow.models.heads import Head
-from hybridflow.models.load import (
-    box_of,
-    dtype_of,
-    local_of,
-    placed_like,
-)
-from hybridflow.models.packing import Packed, pack, prompt_groups
+from hybridflow.models.load import box_of, dtype_of, local_of, placed_like
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils import optional
 from hybridflow.utils.errors import ConfigError, EngineError, StateError
@@ -95,7 +87,6 @@ class FSDPEngine:
         kind = device.partition(":")[0]
         self._meshes = meshes(dims, kind, shard_order, always_fsdp=always_fsdp)
         torch.manual_seed(seed)
-        self._share_prompts = share_prompts
         built = assemble(
             model,
             head,
@@ -113,8 +104,7 @@ class FSDPEngine:
         self._shapes, self._adapter_shapes = built.shapes, built.adapter_shapes
         self._adapted = built.adapted
         self._layer_names, self._tied_ends = built.layer_names, built.tied_ends
-        self._meter, self._reshards, self._pipeline = built.meter, built.reshards, built.pipeline
-        self._reference: FSDPEngine | None = None
+        self._meter, self._pipeline = built.meter, built.pipeline
         self._done = 0
         self._saving: checkpoint.StateSave | None = None
         self._budgets = Budgets()
@@ -124,6 +114,15 @@ class FSDPEngine:
             None if optim is None else build_optimizer(self._parameters, optim, in_layers=self._layer_names)
         )
         self._apply_rate()
+        self._passes = Passes(
+            built,
+            dims=dims,
+            device=device,
+            reduced_over=self._meshes.reduced_over,
+            budgets=self._budgets,
+            optimizer=self._optimizer,
+            share_prompts=share_prompts,
+        )
 
     # -- forward and update -------------------------------------------------------------------------------------------
 
@@ -144,82 +143,7 @@ class FSDPEngine:
         self, rows: Batch, needs: frozenset[str], *, temperature: float, micro: MicroBatching
     ) -> dict[str, Tensor]:
         """Without gradient: the asked-for fields of ``Outputs`` as ``[b, T]`` float32, row order kept. Collective."""
-        self._model.eval()
-        width = rows["response_ids"].shape[1]
-        micro = self._budgets.of("forward", micro)
-        while True:
-            found = {name: torch.zeros(len(rows), width, dtype=torch.float32) for name in needs}
-            attempt = self._attempt(needs)
-            packs = self._infer_all(attempt, rows, needs, temperature, micro, found)
-            shortage = attempt.agree()
-            if shortage is None:
-                self._meter.count(packs, self._model.token_multiple, trains=False)
-                return found
-            micro = self._smaller("forward", micro, attempt, shortage)
-
-    def _infer_all(
-        self,
-        attempt: Attempt,
-        rows: Batch,
-        needs: frozenset[str],
-        temperature: float,
-        micro: MicroBatching,
-        found: Mapping[str, Tensor],
-    ) -> Sequence[Packed]:
-        """Fills ``found`` as far as the memory reaches; the micro-batches."""
-        parts, _, packs = self._cut(rows, micro)
-
-        def keep(part: Sequence[int], packed: Packed, read: Mapping[str, Tensor] | None) -> None:
-            for name, value in (read or {}).items():
-                found[name][part] = packed.unpack(value).to("cpu")
-
-        with torch.no_grad():
-            if self._pipeline is not None:
-                outputs = self._pipeline.infer(packs, needs, temperature)
-
-                def infer() -> None:
-                    for part, packed, read in zip(parts, packs, outputs, strict=True):
-                        keep(part, packed, read)
-
-                attempt.run(infer, _nothing, tokens=max(packed.tokens for packed in packs), rows=len(rows))
-                self._pipeline.share(found)
-            else:
-                empty = pack(rows.rows([]).to(self._device))
-                for part, packed in zip(parts, packs, strict=True):
-                    attempt.run(
-                        lambda part=part, packed=packed: keep(part, packed, self._read(packed, needs, temperature)),
-                        lambda: self._read(empty, needs, temperature),
-                        tokens=packed.tokens,
-                        rows=len(part),
-                    )
-        self._reshard()
-        return packs
-
-    def _cut(self, rows: Batch, micro: MicroBatching) -> tuple[list[list[int]], list[Batch], list[Packed]]:
-        """Micro-batches, equally many on every rank: their row positions, rows on the device, packed rows."""
-        groups = prompt_groups(rows) if self._share_prompts else None
-        parts = reduction.cut_rounds(rows, micro, dims=self.dims, device=self._device, groups=groups)
-        blocks = [rows.rows(part).to(self._device) for part in parts]
-        packs = [
-            pack(block, None if groups is None else [groups[row] for row in part])
-            for part, block in zip(parts, blocks, strict=True)
-        ]
-        return parts, blocks, packs
-
-    def _read(self, packed: Packed, needs: frozenset[str], temperature: float) -> Mapping[str, Tensor]:
-        if "full_kl" not in needs:
-            return self._model(packed, needs, temperature)
-        if self._reference is None:
-            raise EngineError("full_kl was asked for before compare_with named the reference")
-        reference = self._reference._reading(packed)
-        return self._model(packed, needs, temperature, reference=reference)
-
-    def _reading(self, packed: Packed) -> Reading:
-        """What this engine brings as the reference: with LoRA its frozen base. Collective."""
-        if not self._adapted:
-            return self._model.reading(packed)
-        with optional.load(f"{LORA}:AdaptersOff")(self._model):
-            return self._model.reading(packed)
+        return self._passes.infer(rows, needs, temperature=temperature, micro=micro)
 
     def compare_with(self, reference: FSDPEngine) -> None:
         """From now on ``full_kl`` can be asked for: the exact KL to ``reference``, evaluated on the same micro-batches.
@@ -229,14 +153,7 @@ class FSDPEngine:
         Raises:
             ConfigError: when the two do not hold the same tokens and slices of the vocabulary, or under a pipeline.
         """
-        ours, theirs = self.dims, reference.dims
-        if self._pipeline is not None or (ours.tp, ours.sp, ours.pp) != (theirs.tp, theirs.sp, theirs.pp):
-            raise ConfigError(
-                "the exact KL needs both models on the same ranks, cut in the same way and not into pipeline stages: "
-                f"the policy has tp {ours.tp} x sp {ours.sp} x pp {ours.pp}, the reference tp {theirs.tp} x sp "
-                f"{theirs.sp} x pp {theirs.pp}"
-            )
-        self._reference = reference
+        self._passes.compare_with(reference._passes)
 
     def update(
         self, rows: Batch, loss: Loss, *, temperature: float, micro: MicroBatching, counts: Counts
@@ -255,20 +172,7 @@ class FSDPEngine:
         """
         if self._optimizer is None:
             raise EngineError("this engine is frozen (optim=None): it cannot be updated")
-        self._model.train()
-        micro, void = self._budgets.of("update", micro), 0
-        while True:
-            self._optimizer.zero_grad(set_to_none=True)
-            attempt = self._attempt(loss.needs)
-            sums: dict[str, reduction.Part] = {}
-            packs = self._accumulate(attempt, rows, loss, sums, temperature=temperature, micro=micro, counts=counts)
-            shortage = attempt.agree()
-            if shortage is None:
-                break
-            self._optimizer.zero_grad(set_to_none=True)
-            self._reshard()
-            micro, void = self._smaller("update", micro, attempt, shortage), void + 1
-        self._meter.count(packs, self._model.token_multiple, trains=True)
+        sums, void = self._passes.train(rows, loss, temperature=temperature, micro=micro, counts=counts)
         norm = self._settled_norm()
         metrics = reduction.gather_metrics(sums, self.dims)
         finite = math.isfinite(float(norm)) and math.isfinite(metrics.get("loss", 0.0))
@@ -280,81 +184,6 @@ class FSDPEngine:
         self._reshard()
         metrics |= {"grad/norm": float(norm), "grad/skipped": 0.0 if step else 1.0}
         return {**metrics, "lr": self._rate(), "out_of_memory": float(void)}
-
-    def _accumulate(
-        self,
-        attempt: Attempt,
-        rows: Batch,
-        loss: Loss,
-        sums: dict[str, reduction.Part],
-        *,
-        temperature: float,
-        micro: MicroBatching,
-        counts: Counts,
-    ) -> list[Packed]:
-        """Forward and backward of every micro-batch, as far as the memory reaches; metrics go into ``sums``."""
-        _, blocks, packs = self._cut(rows, micro)
-
-        def loss_of(number: int, read: Mapping[str, Tensor]) -> Tensor:
-            outputs = {name: packs[number].unpack(value) for name, value in read.items()}
-            return self._scaled_loss(blocks[number], outputs, loss, counts, sums)
-
-        if self._pipeline is not None:
-            train = partial(self._pipeline.train, packs, loss.needs, temperature, loss_of, self._reduce_with_backward)
-            attempt.run(train, _nothing, tokens=max(packed.tokens for packed in packs), rows=len(rows))
-            return packs
-        empty = rows.rows([]).to(self._device)
-
-        def stand_in() -> None:
-            packed = pack(empty)
-            read = self._read(packed, loss.needs, temperature)
-            outputs = {name: packed.unpack(value) for name, value in read.items()}
-            self._scaled_loss(empty, outputs, loss, counts, {}).backward()
-
-        for number, packed in enumerate(packs):
-            self._reduce_with_backward(number == len(packs) - 1)
-            attempt.run(
-                lambda number=number, packed=packed: loss_of(
-                    number, self._read(packed, loss.needs, temperature)
-                ).backward(),
-                stand_in,
-                tokens=packed.tokens,
-                rows=len(blocks[number]),
-            )
-        return packs
-
-    def _attempt(self, needs: frozenset[str]) -> Attempt:
-        models: list[torch.nn.Module] = [self._model]
-        if "full_kl" in needs and self._reference is not None and self._reference is not self:
-            models.append(self._reference._model)  # it joins in every micro-batch
-        return Attempt(models, self.dims, self._device)
-
-    def _smaller(self, kind: str, micro: MicroBatching, attempt: Attempt, shortage: Shortage) -> MicroBatching:
-        """How the next attempt is cut. Collective.
-
-        Raises:
-            DeviceMemoryError: on every rank, when a single row is too much for one of them.
-        """
-        if shortage.alone:
-            raise give_up(kind, attempt, shortage, self._parameters, self._optimizer, self._device, self.dims.world)
-        return self._budgets.halve(kind, micro, shortage)
-
-    def _scaled_loss(
-        self,
-        rows: Batch,
-        outputs: Mapping[str, Tensor],
-        loss: Loss,
-        counts: Counts,
-        sums: dict[str, reduction.Part],
-    ) -> Tensor:
-        """The loss of a micro-batch times the ranks over which FSDP averages; metrics go into ``sums``."""
-        if len(rows) == 0:
-            # Another rank still has rows: join its collectives with a gradient of zero.
-            return torch.stack([value.sum() for value in outputs.values()]).sum()
-        total, metrics = loss(Outputs(**outputs), rows, counts)
-        reduction.add_metrics(sums, metrics)
-        reduction.add_metrics(sums, {"loss": reduction.summed(total)})
-        return total * self._meshes.reduced_over
 
     def _settled_norm(self) -> Tensor:
         """Finishes the gradient's reduction and returns its global norm. Collective."""
@@ -372,21 +201,8 @@ class FSDPEngine:
         """Counts of a mini-batch summed over data-parallel ranks. Collective."""
         return reduction.count(rows, self.dims, self._device)
 
-    def _reduce_with_backward(self, last: bool) -> None:
-        if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(last)
-            self._model.set_is_last_backward(last)
-            # Layers that stay gathered from forward to backward may stay so until the last micro-batch.
-            self._model.set_reshard_after_backward(last or self._reshards)
-
     def _reshard(self) -> None:
-        # FSDP leaves the root gathered after a forward without backward: its shards are then not visible.
-        if isinstance(self._model, FSDPModule):
-            for module in self._model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-        if self._reference is not None and self._reference is not self:
-            self._reference._reshard()
+        self._passes.reshard()
 
     # -- what it costs ------------------------------------------------------------------------------------------------
 
@@ -568,7 +384,3 @@ class FSDPEngine:
             names=list(self._adapter_shapes),
             stages=self._meshes.pp,
         )
-
-
-def _nothing() -> None:
-    """Stands in where ranks cannot stay in step: the attempt has raised before."""

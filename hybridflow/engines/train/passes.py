@@ -1,0 +1,282 @@
+"""Forward and backward passes of one rank over the micro-batches of its rows.
+
+    rows -> micro-batches (equally many on every rank) -> packed rows -> model -> outputs, or loss and its gradient
+
+A pass ends when every rank has played all of its micro-batches; where one ran out of memory, all cut smaller ones and
+play again (shortage.py). What becomes of the gradients is the engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from hybridflow.algorithms.contract import Counts, Loss, Outputs
+from hybridflow.batch.batch import Batch
+from hybridflow.engines.train import reduction
+from hybridflow.engines.train.assembly import LORA, Assembled
+from hybridflow.engines.train.base import MicroBatching
+from hybridflow.engines.train.shortage import Attempt, Budgets, Shortage, give_up
+from hybridflow.models.full_kl import Reading
+from hybridflow.models.packing import Packed, pack, prompt_groups
+from hybridflow.topology.parallel import ParallelDims
+from hybridflow.utils import optional
+from hybridflow.utils.errors import ConfigError, EngineError
+
+
+class Passes:
+    """What runs the model; every public method but ``compare_with`` is collective.
+
+    Args:
+        built: the model of this rank.
+        dims: the layout.
+        device: ``cpu`` or ``cuda:i``.
+        reduced_over: ranks over which FSDP averages gradients; losses are scaled by their number.
+        budgets: micro-batches of passes that ran out of memory before.
+        optimizer: its gradients are dropped before each attempt; None: the model is frozen.
+        share_prompts: whether rows of equal prompts in a micro-batch are encoded behind one copy of it.
+    """
+
+    def __init__(
+        self,
+        built: Assembled,
+        *,
+        dims: ParallelDims,
+        device: str,
+        reduced_over: int,
+        budgets: Budgets,
+        optimizer: Optimizer | None,
+        share_prompts: bool,
+    ) -> None:
+        self._built = built
+        self._model = built.model
+        self._pipeline = built.pipeline
+        self._dims = dims
+        self._device = device
+        self._reduced_over = reduced_over
+        self._budgets = budgets
+        self._optimizer = optimizer
+        self._share_prompts = share_prompts
+        self._reference: Passes | None = None
+
+    def compare_with(self, reference: Passes) -> None:
+        """From now on ``full_kl`` can be asked for; see ``TrainEngine.compare_with``.
+
+        Raises:
+            ConfigError: when the two do not hold the same tokens and slices of the vocabulary, or under a pipeline.
+        """
+        ours, theirs = self._dims, reference._dims
+        if self._pipeline is not None or (ours.tp, ours.sp, ours.pp) != (theirs.tp, theirs.sp, theirs.pp):
+            raise ConfigError(
+                "the exact KL needs both models on the same ranks, cut in the same way and not into pipeline stages: "
+                f"the policy has tp {ours.tp} x sp {ours.sp} x pp {ours.pp}, the reference tp {theirs.tp} x sp "
+                f"{theirs.sp} x pp {theirs.pp}"
+            )
+        self._reference = reference
+
+    def infer(
+        self, rows: Batch, needs: frozenset[str], *, temperature: float, micro: MicroBatching
+    ) -> dict[str, Tensor]:
+        """Without gradient: the fields ``needs`` of ``Outputs`` as ``[b, T]`` float32, row order kept."""
+        self._model.eval()
+        width = rows["response_ids"].shape[1]
+        micro = self._budgets.of("forward", micro)
+        while True:
+            found = {name: torch.zeros(len(rows), width, dtype=torch.float32) for name in needs}
+            attempt = self._attempt(needs)
+            packs = self._infer_all(attempt, rows, needs, temperature, micro, found)
+            shortage = attempt.agree()
+            if shortage is None:
+                self._built.meter.count(packs, self._model.token_multiple, trains=False)
+                return found
+            micro = self._smaller("forward", micro, attempt, shortage)
+
+    def train(
+        self, rows: Batch, loss: Loss, *, temperature: float, micro: MicroBatching, counts: Counts
+    ) -> tuple[dict[str, reduction.Part], int]:
+        """Leaves the gradients of a mini-batch in the parameters; this rank's metrics, and attempts that were void."""
+        assert self._optimizer is not None
+        self._model.train()
+        micro, void = self._budgets.of("update", micro), 0
+        while True:
+            self._optimizer.zero_grad(set_to_none=True)
+            attempt = self._attempt(loss.needs)
+            sums: dict[str, reduction.Part] = {}
+            packs = self._train_all(attempt, rows, loss, sums, temperature=temperature, micro=micro, counts=counts)
+            shortage = attempt.agree()
+            if shortage is None:
+                self._built.meter.count(packs, self._model.token_multiple, trains=True)
+                return sums, void
+            self._optimizer.zero_grad(set_to_none=True)
+            self.reshard()
+            micro, void = self._smaller("update", micro, attempt, shortage), void + 1
+
+    def reshard(self) -> None:
+        """Lets go of gathered weights, the reference's too; a rank does it alone.
+
+        FSDP leaves the root gathered after a forward without backward: its shards are then not visible.
+        """
+        if isinstance(self._model, FSDPModule):
+            for module in self._model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        if self._reference is not None and self._reference is not self:
+            self._reference.reshard()
+
+    # -- one attempt --------------------------------------------------------------------------------------------------
+
+    def _infer_all(
+        self,
+        attempt: Attempt,
+        rows: Batch,
+        needs: frozenset[str],
+        temperature: float,
+        micro: MicroBatching,
+        found: Mapping[str, Tensor],
+    ) -> Sequence[Packed]:
+        """Fills ``found`` as far as the memory reaches; the micro-batches."""
+        parts, _, packs = self._cut(rows, micro)
+
+        def keep(part: Sequence[int], packed: Packed, read: Mapping[str, Tensor] | None) -> None:
+            for name, value in (read or {}).items():
+                found[name][part] = packed.unpack(value).to("cpu")
+
+        with torch.no_grad():
+            if self._pipeline is not None:
+                outputs = self._pipeline.infer(packs, needs, temperature)
+
+                def infer() -> None:
+                    for part, packed, read in zip(parts, packs, outputs, strict=True):
+                        keep(part, packed, read)
+
+                attempt.run(infer, _nothing, tokens=max(packed.tokens for packed in packs), rows=len(rows))
+                self._pipeline.share(found)
+            else:
+                empty = pack(rows.rows([]).to(self._device))
+                for part, packed in zip(parts, packs, strict=True):
+                    attempt.run(
+                        lambda part=part, packed=packed: keep(part, packed, self._read(packed, needs, temperature)),
+                        lambda: self._read(empty, needs, temperature),
+                        tokens=packed.tokens,
+                        rows=len(part),
+                    )
+        self.reshard()
+        return packs
+
+    def _train_all(
+        self,
+        attempt: Attempt,
+        rows: Batch,
+        loss: Loss,
+        sums: dict[str, reduction.Part],
+        *,
+        temperature: float,
+        micro: MicroBatching,
+        counts: Counts,
+    ) -> list[Packed]:
+        """Forward and backward of every micro-batch, as far as the memory reaches; metrics go into ``sums``."""
+        _, blocks, packs = self._cut(rows, micro)
+
+        def loss_of(number: int, read: Mapping[str, Tensor]) -> Tensor:
+            outputs = {name: packs[number].unpack(value) for name, value in read.items()}
+            return self._scaled_loss(blocks[number], outputs, loss, counts, sums)
+
+        if self._pipeline is not None:
+            train = partial(self._pipeline.train, packs, loss.needs, temperature, loss_of, self._reduce_with_backward)
+            attempt.run(train, _nothing, tokens=max(packed.tokens for packed in packs), rows=len(rows))
+            return packs
+        empty = rows.rows([]).to(self._device)
+
+        def stand_in() -> None:
+            packed = pack(empty)
+            read = self._read(packed, loss.needs, temperature)
+            outputs = {name: packed.unpack(value) for name, value in read.items()}
+            self._scaled_loss(empty, outputs, loss, counts, {}).backward()
+
+        for number, packed in enumerate(packs):
+            self._reduce_with_backward(number == len(packs) - 1)
+            attempt.run(
+                lambda number=number, packed=packed: loss_of(
+                    number, self._read(packed, loss.needs, temperature)
+                ).backward(),
+                stand_in,
+                tokens=packed.tokens,
+                rows=len(blocks[number]),
+            )
+        return packs
+
+    def _cut(self, rows: Batch, micro: MicroBatching) -> tuple[list[list[int]], list[Batch], list[Packed]]:
+        """Micro-batches, equally many on every rank: their row positions, rows on the device, packed rows."""
+        groups = prompt_groups(rows) if self._share_prompts else None
+        parts = reduction.cut_rounds(rows, micro, dims=self._dims, device=self._device, groups=groups)
+        blocks = [rows.rows(part).to(self._device) for part in parts]
+        packs = [
+            pack(block, None if groups is None else [groups[row] for row in part])
+            for part, block in zip(parts, blocks, strict=True)
+        ]
+        return parts, blocks, packs
+
+    def _read(self, packed: Packed, needs: frozenset[str], temperature: float) -> Mapping[str, Tensor]:
+        if "full_kl" not in needs:
+            return self._model(packed, needs, temperature)
+        if self._reference is None:
+            raise EngineError("full_kl was asked for before compare_with named the reference")
+        reference = self._reference._reading(packed)
+        return self._model(packed, needs, temperature, reference=reference)
+
+    def _reading(self, packed: Packed) -> Reading:
+        """What this model brings as the reference: with LoRA its frozen base. Collective."""
+        if not self._built.adapted:
+            return self._model.reading(packed)
+        with optional.load(f"{LORA}:AdaptersOff")(self._model):
+            return self._model.reading(packed)
+
+    def _scaled_loss(
+        self,
+        rows: Batch,
+        outputs: Mapping[str, Tensor],
+        loss: Loss,
+        counts: Counts,
+        sums: dict[str, reduction.Part],
+    ) -> Tensor:
+        """The loss of a micro-batch times the ranks over which FSDP averages; metrics go into ``sums``."""
+        if len(rows) == 0:
+            # Another rank still has rows: join its collectives with a gradient of zero.
+            return torch.stack([value.sum() for value in outputs.values()]).sum()
+        total, metrics = loss(Outputs(**outputs), rows, counts)
+        reduction.add_metrics(sums, metrics)
+        reduction.add_metrics(sums, {"loss": reduction.summed(total)})
+        return total * self._reduced_over
+
+    def _reduce_with_backward(self, last: bool) -> None:
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(last)
+            self._model.set_is_last_backward(last)
+            # Layers that stay gathered from forward to backward may stay so until the last micro-batch.
+            self._model.set_reshard_after_backward(last or self._built.reshards)
+
+    def _attempt(self, needs: frozenset[str]) -> Attempt:
+        models: list[torch.nn.Module] = [self._model]
+        if "full_kl" in needs and self._reference is not None and self._reference is not self:
+            models.append(self._reference._model)  # it joins in every micro-batch
+        return Attempt(models, self._dims, self._device)
+
+    def _smaller(self, kind: str, micro: MicroBatching, attempt: Attempt, shortage: Shortage) -> MicroBatching:
+        """How the next attempt is cut. Collective.
+
+        Raises:
+            DeviceMemoryError: on every rank, when a single row is too much for one of them.
+        """
+        if shortage.alone:
+            parameters, world = self._built.parameters, self._dims.world
+            raise give_up(kind, attempt, shortage, parameters, self._optimizer, self._device, world)
+        return self._budgets.halve(kind, micro, shortage)
+
+
+def _nothing() -> None:
+    """Stands in where ranks cannot stay in step: the attempt has raised before."""
