@@ -71,7 +71,6 @@ def assemble(
         MachineError: when the weights cannot be read.
     """
     net, model = _net(config, head, sharding, device, trains=trains, vocab_limit=vocab_limit)
-    adapted = trains and config.lora_rank > 0
     shapes, adapter_shapes = _shapes(model)
     aliases = {hf_name(name): tuple(hf_name(other) for other in others) for name, others in tied_names(model).items()}
     layer_names = model.layer_parameters()
@@ -98,7 +97,7 @@ def assemble(
     )
     if absent and model.last:
         net.reset_head()
-    if adapted:
+    if adapter_shapes:
         _fill_adapters(parameters, adapter_shapes, config, seed)
     dtype = dtype_of(sharding.mixed_precision.param_dtype)
     return Assembled(
@@ -106,7 +105,7 @@ def assemble(
         parameters=parameters,
         shapes=shapes,
         adapter_shapes=adapter_shapes,
-        adapted=adapted,
+        adapted=bool(adapter_shapes),
         layer_names=layer_names,
         tied_ends=EMBEDDING in aliases,
         meter=meter,
