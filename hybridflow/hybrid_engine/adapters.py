@@ -99,6 +99,10 @@ class AdapterPublisher:
         metrics = self._adapters.publish(version) | {"publish/merge_seconds": self._merge_seconds}
         return _added(first, metrics) if first else metrics
 
+    def held_bytes(self) -> int:
+        """Bytes of the kept base and of the adapters beside it."""
+        return sum(held.nbytes for block in self._adapted for held in (block.base, block.a, block.b))
+
     def _prepare(self, names: frozenset[str]) -> Publisher:
         """Keeps the base of the weights of these names, and makes room for their adapters."""
         self._adapted.clear()

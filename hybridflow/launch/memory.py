@@ -10,7 +10,10 @@ Parameters, gradients and optimizer states are exact for AdamW. A call's own mem
     generate   one step of the engine: its tokens through a layer, the logits of all sequences
     publish    two buckets
 
-Lengths are the longest that the configuration allows.
+Lengths are the longest that the configuration allows. Rows that share a prompt bring it once; on a CPU and on a GPU
+alike attention copies the prompt's keys and values before those of each branch. On a GPU what a role keeps in host
+memory while it is idle (``param_offload``, ``optimizer_offload``) counts in its calls only, and what is kept there at
+all times (``offload_policy``, saved activations) not at all. On a CPU device and host are one memory.
 """
 
 from __future__ import annotations
@@ -54,14 +57,19 @@ def estimate(
         "cost_critic": (config.critic.model, config.critic.fsdp),
         "reward": (config.reward.reward_model.model, config.reward.reward_model.fsdp_config),
     }
+    calls = {role.role: [micro for micro in batch.micro if micro.role == role.role] for role in roles}
+    trained = {
+        role.role: _Trained(role, *sections[role.role], batch=batch, model=model, config=config, device=device)
+        for role in roles
+        if role.role in sections and calls[role.role]
+    }
     lines = []
     for role in roles:
-        calls = [micro for micro in batch.micro if micro.role == role.role]
         if role.role == "rollout":
-            lines.append(_generator(config, role, batch, model, machine, device))
-        elif calls:
-            trained = _Trained(role, *sections[role.role], batch=batch, model=model, config=config)
-            line = trained.line(calls)
+            sends = trained["actor"].at_publish() if config.rollout_shares_devices else {}
+            lines.append(_generator(config, role, batch, model, machine, device, sends))
+        elif role.role in trained:
+            line = trained[role.role].line(calls[role.role])
             lines.append(replace(line, resident={}) if _reads_the_actor(config, role, roles) else line)
     return tuple(lines)
 
@@ -85,12 +93,19 @@ class _Trained:
         batch: BatchPlan,
         model: ModelFacts,
         config: PPOConfig,
+        device: Device,
     ) -> None:
         dims = role.dims
         self._role = role
         self._batch = batch
         self._model = model
+        self._together = batch.samples_per_prompt if config.shares_prompts(role.role) else 1
         self._checkpointing = settings.enable_gradient_checkpointing
+        host = device == "cuda"
+        self._parks_activations = host and settings.enable_activation_offload
+        self._lives_on_host = host and sharding.offload_policy
+        moved = {"parameters": sharding.param_offload, "optimizer": sharding.optimizer_offload}
+        self._moves = frozenset(what for what, moves in moved.items() if host and moves)
         self._reshards = sharding.reshard_after_forward
         self._entropy = role.role == "actor" and config.actor_rollout_ref.actor.entropy_coeff != 0
         self._master = _BYTES[sharding.model_dtype]
@@ -108,23 +123,35 @@ class _Trained:
         self._gradients = adapters * self._master // self._split if settings.lora_rank else self._parameters
         self._full_gradients = (adapters or self._sizes) * _REDUCED // self._cut
         self._trains_embedding = not settings.lora_rank
+        merges = bool(settings.lora_rank) and settings.lora_merge
+        self._merged = _adapted(model) * self._master // self._split if merges else 0
 
     def line(self, calls: list[MicroPlan]) -> MemoryLine:
         """What it holds, and what each of ``calls`` adds."""
         trains = any(call.call.startswith("update") for call in calls)
-        resident = {"parameters": self._parameters} | ({"optimizer": 2 * self._gradients} if trains else {})
+        held = {"parameters": self._parameters} | ({"optimizer": 2 * self._gradients} if trains else {})
+        held = {} if self._lives_on_host else held
+        called = {name: size for name, size in held.items() if name in self._moves}
         phases = {
-            call.call: self._update(call) if call.call.startswith("update") else self._forward(call) for call in calls
+            call.call: {**called, **(self._update(call) if call.call.startswith("update") else self._forward(call))}
+            for call in calls
         }
+        resident = {name: size for name, size in held.items() if name not in called}
         return MemoryLine(role=self._role.role, pool=self._role.pool, resident=resident, phases=phases)
 
+    def at_publish(self) -> Mapping[str, int]:
+        """What it brings to the device while its weights travel: those that waited in host memory, merged ones."""
+        parked = {"parameters": self._parameters} if "parameters" in self._moves else {}
+        return parked | ({"merged weights": self._merged} if self._merged else {})
+
     def _forward(self, call: MicroPlan) -> Mapping[str, int]:
-        tokens, read = self._tokens(call)
+        tokens, read, copied = self._tokens(call)
         model, tp = self._model, self._role.dims.tp
         heads, kv = model.heads * model.head_dim // tp, max(1, model.kv_heads // tp) * model.head_dim
         # Embeddings, residual stream twice and a normalised copy; cosines and sines; the wider of both blocks.
         around = 4 * model.hidden + 2 * model.head_dim
-        at_work = tokens * (around + max(3 * model.intermediate // tp, 4 * heads + 2 * kv)) * self._compute
+        attention = tokens * (4 * heads + 2 * kv) + copied * 2 * kv
+        at_work = (tokens * around + max(tokens * 3 * model.intermediate // tp, attention)) * self._compute
         hidden = (tokens + read) * model.hidden * self._compute
         logits = 2 * self._block(read)
         gathered = {"gathered layers": self._gathered(backward=False)} if self._fsdp else {}
@@ -133,22 +160,25 @@ class _Trained:
         return gathered | {"activations": at_work}
 
     def _update(self, call: MicroPlan) -> Mapping[str, int]:
-        tokens, read = self._tokens(call)
+        tokens, read, copied = self._tokens(call)
         layers, model = max(1, self._model.layers // self._role.dims.pp), self._model
-        of_layer = tokens * self._kept_of_layer()
+        kv = model.kv_heads * model.head_dim // self._role.dims.tp
+        of_layer = tokens * self._kept_of_layer() + copied * 2 * kv * self._compute
         kept = tokens * model.hidden * self._compute * layers + of_layer if self._checkpointing else layers * of_layer
+        kept = 0 if self._parks_activations else kept
         kept += (3 * tokens + 2 * read) * model.hidden * self._compute
-        several = -(-call.rows_per_coordinate * self._longest // self._budget(call)) > 1
+        several = self._largest(call)[0] < call.rows_per_coordinate
         # Summed in float32 where logits are computed again block by block.
         again = read * model.vocabulary * 4 // self._role.dims.tp > LOGITS_KEPT_BYTES
         head = self._embedding * (4 if again else self._compute) if self._reads_words and self._trains_embedding else 0
         gathered = {"gathered layers": self._gathered(backward=True)} if self._fsdp else {}
-        before = (self._full_gradients if self._fsdp else self._gradients) if several else 0
+        own = 0 if self._lives_on_host else self._gradients
+        before = (self._full_gradients if self._fsdp else own) if several else 0
         at_head = {"activations": kept, "logits": self._logits(read), "head gradient": head, "gradients": before}
         # The embedding's gradient is added to what the head or an earlier micro-batch has left.
         added = self._embedding * self._master if self._trains_embedding and (head or several) else 0
         unreduced = self._unreduced(several) if self._fsdp else 0
-        at_end = {"activations": of_layer, "embedding gradient": added, "gradients": self._gradients + unreduced}
+        at_end = {"activations": of_layer, "embedding gradient": added, "gradients": own + unreduced}
         return gathered | max(at_head, at_end, key=lambda parts: sum(parts.values()))
 
     def _kept_of_layer(self) -> int:
@@ -196,18 +226,32 @@ class _Trained:
         outside = model.vocabulary * model.hidden * (1 if model.tied else 2)
         return (model.parameters - outside) // model.layers // self._role.dims.tp
 
-    @property
-    def _longest(self) -> int:
-        return self._batch.prompt_length + self._batch.response_length
+    def _largest(self, call: MicroPlan) -> tuple[int, int]:
+        """Rows of the largest micro-batch, and prompts that they bring."""
+        prompt, response, together = self._batch.prompt_length, self._batch.response_length, self._together
+        if call.max_tokens is None:
+            rows = call.max_rows or 1
+        elif call.max_tokens >= prompt + together * response:
+            rows = call.max_tokens // (prompt + together * response) * together
+        else:  # the rows of a prompt are cut: as many as fit behind it
+            rows = max(1, (call.max_tokens - prompt) // response)
+        rows = min(rows, call.rows_per_coordinate)
+        return rows, -(-rows // together)
 
-    def _budget(self, call: MicroPlan) -> int:
-        return call.max_tokens if call.max_tokens is not None else (call.max_rows or 1) * self._longest
+    def _tokens(self, call: MicroPlan) -> tuple[int, int, int]:
+        """Tokens of the largest micro-batch on one device, how many of them the head reads, and tokens of prompts whose
+        keys and values are copied for the branches behind them.
+        """
+        rows, prompts = self._largest(call)
+        prompt, response, sp = self._batch.prompt_length, self._batch.response_length, self._role.dims.sp
+        copied = rows * prompt // sp if self._together > 1 else 0
+        return (prompts * prompt + rows * response) // sp, rows * response // sp, copied
 
-    def _tokens(self, call: MicroPlan) -> tuple[int, int]:
-        """Tokens of the largest micro-batch on one device, and how many of them the head reads."""
-        rows = min(max(1, self._budget(call) // self._longest), call.rows_per_coordinate)
-        tokens = rows * self._longest // self._role.dims.sp
-        return tokens, tokens * self._batch.response_length // self._longest
+
+def _adapted(model: ModelFacts) -> int:
+    """Parameters of all linear layers inside the body: those that have adapters."""
+    heads, kv_heads = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return model.layers * model.hidden * (2 * heads + 2 * kv_heads + 3 * model.intermediate)
 
 
 def _adapters(model: ModelFacts, rank: int) -> int:
@@ -228,8 +272,15 @@ class _Cache:
 
 
 def _generator(
-    config: PPOConfig, role: RolePlan, batch: BatchPlan, model: ModelFacts, machine: Machine, device: Device
+    config: PPOConfig,
+    role: RolePlan,
+    batch: BatchPlan,
+    model: ModelFacts,
+    machine: Machine,
+    device: Device,
+    sends: Mapping[str, int],
 ) -> MemoryLine:
+    """``sends``: what the actor brings to the same device for a publish."""
     rollout = config.actor_rollout_ref.rollout
     tp, item = role.dims.tp, _BYTES[rollout.dtype]
     weights = model.parameters * item // tp
@@ -241,10 +292,15 @@ def _generator(
     buckets = 0 if alone else min(2 * (rollout.checkpoint_engine.update_weights_bucket_megabytes << 20), 2 * weights)
     cache = _cache(config, role, batch, model, machine, device, sequences=sequences, weights=weights)
     resident = {"generator weights": weights} | ({"KV cache": cache.held} if cache.held else {})
+    trained, merging = config.actor_rollout_ref.model, 0
+    if trained.lora_rank and not trained.lora_merge:  # what adapters are merged into, and the adapters (float32)
+        resident["kept base"] = (_adapted(model) * item + _adapters(model, trained.lora_rank) * 4) // tp
+        largest = model.hidden * max(model.intermediate, model.heads * model.head_dim) // tp
+        merging = min(rollout.checkpoint_engine.update_weights_bucket_megabytes << 20, 2 * 4 * largest)
     phases = {
         "generate_sequences": ({"KV cache": cache.grown} if cache.grown else {})
         | {"activations": at_work, "logits": logits},
-        "publish": {"transfer buffers": buckets},
+        "publish": {"transfer buffers": buckets} | ({"merging": merging} if merging else {}) | sends,
     }
     return MemoryLine(role=role.role, pool=role.pool, resident=resident, phases=phases)
 

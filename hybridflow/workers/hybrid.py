@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import RankContext
 from hybridflow.dispatch.register import register
+from hybridflow.hybrid_engine.adapters import AdapterPublisher
 from hybridflow.hybrid_engine.residency import State
 from hybridflow.roles.protocols import Metrics
 from hybridflow.workers.actor import ActorWorker
@@ -50,6 +53,10 @@ class WeightsWorker:
             if residency.state is State.TRAINING:
                 return residency.to_generating(lambda: self._publisher.publish(version))
             return residency.publish_while_generating(lambda: self._publisher.publish(version))
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """Bytes of what adapters are merged into on this rank."""
+        return {"kept base": self._publisher.held_bytes()} if isinstance(self._publisher, AdapterPublisher) else {}
 
     def _put_generator_to_sleep(self) -> None:
         residency = self._rollout.residency

@@ -11,7 +11,7 @@ from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.register import registrations
 from hybridflow.launch.machine import Gpu, Machine
-from hybridflow.launch.plan import RunPlan
+from hybridflow.launch.plan import MemoryLine, RunPlan
 from hybridflow.launch.preflight import HOST_POOL, plan_run
 from hybridflow.launch.specs import WORKERS
 from hybridflow.topology.parallel import ParallelDims
@@ -237,6 +237,58 @@ def test_the_exact_kl_spares_the_pass_for_the_reference_s_log_probs_and_still_ho
         assert found.model is not None
         reference = next(line for line in found.memory if line.role == "reference")
         assert reference.resident["parameters"] == 4 * found.model.parameters
+
+
+def line_of(found: RunPlan, role: str) -> MemoryLine:
+    return next(line for line in found.memory if line.role == role)
+
+
+def test_what_waits_in_host_memory_counts_in_calls_only():
+    """On a GPU; on a CPU both are one memory, and nothing changes."""
+    at = f"{POLICY}.actor.fsdp_config"
+    waiting = (f"{at}.param_offload=true", f"{at}.optimizer_offload=true")
+    kept, moved = line_of(plan(machine=SERVER), "actor"), plan(*waiting, machine=SERVER)
+    assert not line_of(moved, "actor").resident
+    for call, parts in line_of(moved, "actor").phases.items():
+        assert parts == {**kept.resident, **kept.phases[call]}
+    assert line_of(moved, "rollout").phases["publish"]["parameters"] == kept.resident["parameters"]
+    on_host = line_of(plan(f"{at}.offload_policy=true", machine=SERVER), "actor")
+    assert not on_host.resident
+    assert not {"parameters", "optimizer"} & {name for parts in on_host.phases.values() for name in parts}
+    assert on_host.phases["update_actor"].get("gradients", 0) < kept.phases["update_actor"].get("gradients", 0)
+    assert line_of(plan(*waiting), "actor") == line_of(plan(), "actor")
+
+
+def test_activations_that_wait_in_host_memory_leave_one_layer():
+    offload = f"{POLICY}.model.enable_activation_offload=true"
+    plain, parked = (line_of(plan(*more, machine=SERVER), "actor") for more in ((), (offload,)))
+    assert plain.phases["compute_log_prob"] == parked.phases["compute_log_prob"]
+    here, there = (sum(line.phases["update_actor"].values()) for line in (plain, parked))
+    assert there < here
+    assert line_of(plan(offload), "actor") == line_of(plan(), "actor")
+
+
+def test_a_shared_prompt_takes_its_activations_once():
+    """Prompt 60, response 20, four samples, 320 tokens: four rows of 80, or two groups of 60 + 4 x 20."""
+    sizes = ("data.max_prompt_length=60", "data.max_response_length=20", f"{POLICY}.rollout.n=4")
+    cut = f"{POLICY}.actor.ppo_max_token_len_per_gpu=320"
+    plain = line_of(plan(*sizes, cut), "actor").phases["update_actor"]["activations"]
+    shared = line_of(plan(*sizes, cut, f"{POLICY}.actor.use_prefix_grouper=true"), "actor").phases["update_actor"]
+    # 280 tokens in place of 320, and twice as many response tokens at the head; keys and values of 8 x 60 copied
+    assert 0.8 * plain < shared["activations"] < 1.25 * plain
+    whole = f"{POLICY}.actor.ppo_max_token_len_per_gpu=100000"
+    plain = line_of(plan(*sizes, whole), "actor").phases["update_actor"]["activations"]
+    shared = line_of(plan(*sizes, whole, f"{POLICY}.actor.use_prefix_grouper=true"), "actor").phases["update_actor"]
+    assert shared["activations"] < 0.6 * plain
+
+
+def test_the_generator_s_copy_of_the_base_is_counted_where_adapters_travel_alone():
+    lora = (f"{POLICY}.model.lora_rank=4", f"{POLICY}.model.lora_alpha=8")
+    merged, kept = (line_of(plan(*lora, *more), "rollout") for more in ((), (f"{POLICY}.model.lora_merge=false",)))
+    assert "kept base" not in merged.resident
+    assert 0.5 < kept.resident["kept base"] / kept.resident["generator weights"] < 1.2
+    assert merged.phases["publish"]["merged weights"] > 0
+    assert "merged weights" not in kept.phases["publish"]
 
 
 def test_memory_counts_what_adamw_holds():
