@@ -127,12 +127,17 @@ def _bad_threshold(name: str, threshold: str) -> str:
 
 
 def importance_weights(
-    *, log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], config: RolloutCorrectionConfig
+    *,
+    log_ratio: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    config: RolloutCorrectionConfig,
+    kept: Bool[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
     """Truncated weights without gradient, 0 at masked positions: ``min(ratio, rollout_is_threshold)``.
 
     token: of each token (TIS). sequence: of the row's product, on each of its tokens. Batch normalisation divides by
-    the mean over tokens (token) or over rows (sequence), after the truncation.
+    the mean over tokens (token) or over rows (sequence), after the truncation. ``kept`` are the tokens of ``mask`` that
+    were not rejected: others get 0 and are in no mean, but stay in the product, since the policy did write them.
 
     Raises:
         ConfigError: an unknown ``rollout_is``.
@@ -142,12 +147,13 @@ def importance_weights(
         raise ConfigError(
             f"algorithm.rollout_correction.rollout_is={config.rollout_is!r}: use one of {allowed} or null"
         )
-    weights = _truncated(log_ratio.detach(), mask, config)
+    kept = mask if kept is None else kept
+    weights = keep(_truncated(log_ratio.detach(), mask, config), kept)
     if config.rollout_is_batch_normalize:
         if config.rollout_is == "token":
-            scale = masked_mean(weights, mask)
+            scale = masked_mean(weights, kept)
         else:
-            scale = masked_mean(masked_mean(weights, mask, dim=1), mask.any(dim=1))
+            scale = masked_mean(masked_mean(weights, kept, dim=1), kept.any(dim=1))
         weights = weights / scale if float(scale) > 0 else weights
     return weights
 
@@ -218,8 +224,8 @@ def correct(
         rows = mask.any(dim=1)
         metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = float(masked_mean((~kept.any(dim=1)).double(), rows))
     if config.rollout_is is not None:
-        weights = importance_weights(log_ratio=log_ratio, mask=kept, config=config)
-        metrics |= weight_metrics(weights=weights, log_ratio=log_ratio, mask=kept, config=config)
+        weights = importance_weights(log_ratio=log_ratio, mask=mask, config=config, kept=kept)
+        metrics |= weight_metrics(weights=weights, log_ratio=log_ratio, mask=mask, kept=kept, config=config)
     return Correction(mask=kept, weights=weights, metrics=metrics)
 
 
@@ -274,18 +280,19 @@ def weight_metrics(
     weights: Float[Tensor, "B T"],
     log_ratio: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
+    kept: Bool[Tensor, "B T"],
     config: RolloutCorrectionConfig,
 ) -> dict[str, float]:
-    """Distribution of the weights over trainable tokens; empty without any."""
-    if not bool(mask.any()):
+    """Distribution of the weights over the tokens that are ``kept``; empty without any."""
+    if not bool(kept.any()):
         return {}
-    mean, variance = masked_moments(weights, mask)
-    picked = weights[mask].double()
+    mean, variance = masked_moments(weights, kept)
+    picked = weights[kept].double()
     low, high = picked.aminmax()
     raw = keep(log_ratio, mask)
     if config.rollout_is == "sequence":
         raw = raw.sum(dim=1, keepdim=True).expand_as(raw)
-    above = masked_mean((raw > math.log(config.rollout_is_threshold)).double(), mask)
+    above = masked_mean((raw > math.log(config.rollout_is_threshold)).double(), kept)
     values = {
         "rollout_is_mean": mean,
         "rollout_is_std": variance.sqrt(),

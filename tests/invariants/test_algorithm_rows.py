@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from hybridflow.algorithms.credit import assign_credit, credit_reads
-from hybridflow.batch.batch import Batch
-from hybridflow.config.algorithm import AlgorithmConfig
+from hybridflow.algorithms.rewards import RewardNormalizer
+from hybridflow.batch.batch import Batch, concat
+from hybridflow.config.algorithm import AlgorithmConfig, RewardShapingConfig
 from hybridflow.config.choices import ADV_ESTIMATORS
 from hybridflow.config.reward import OverlongConfig
 from tests.unit.algorithms.cases import Case, case, correction
@@ -21,6 +23,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "correction": {
         "adv_estimator": "rloo",
         "rollout_correction": correction(rollout_is="sequence", rollout_rs="token", rollout_rs_threshold=1.3),
+    },
+    "normalised weights": {
+        "adv_estimator": "optimal_token_baseline",
+        "rollout_correction": correction(
+            rollout_is="token", rollout_is_batch_normalize=True, rollout_token_veto_threshold=0.5
+        ),
+    },
+    "bypass": {"adv_estimator": "grpo", "rollout_correction": correction(bypass_mode=True, rollout_rs="token")},
+    "shaping": {
+        "adv_estimator": "reinforce_plus_plus_baseline",
+        "reward_shaping": RewardShapingConfig(normalize=True, clip=1.0, length_penalty=0.05),
     },
 }
 
@@ -48,7 +61,12 @@ def batch_of(work: Case, order: torch.Tensor | None = None) -> Batch:
 def run(batch: Batch, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     config = AlgorithmConfig(gdpo_reward_keys=("answer", "format"), gamma=0.95, **options)
     added, metrics = assign_credit(
-        batch, config, kl_coef=0.1, max_response_length=6, overlong=OverlongConfig(enable=True, len=2)
+        batch,
+        config,
+        kl_coef=0.1,
+        max_response_length=6,
+        overlong=OverlongConfig(enable=True, len=2),
+        normalizer=RewardNormalizer(momentum=0.9) if config.reward_shaping.normalize else None,
     )
     return added.tensors(), metrics
 
@@ -74,6 +92,33 @@ def test_permuting_rows_permutes_results_and_nothing_else(name: str, order: list
         # float32 columns from float64 sums in another order: the last bit may differ
         torch.testing.assert_close(moved[column], value[index], rtol=1e-6, atol=1e-7)
     assert moved_metrics == pytest.approx(metrics, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_group_without_a_usable_row_changes_nothing(name: str) -> None:
+    """B15, A11: two failed rows of a prompt of their own, garbage in every number."""
+    batch = batch_of(case())
+    failed = batch_of(case().poisoned()).rows([5, 3])
+    failed = failed.with_columns(group_id=torch.tensor([77, 77]), valid=torch.tensor([False, False]))
+    found, metrics = run(concat([batch, failed]), OPTIONS[name])
+    plain, plain_metrics = run(batch, OPTIONS[name])
+    for column, value in plain.items():
+        torch.testing.assert_close(found[column][:8], value, rtol=1e-6, atol=1e-7)
+        assert not found[column][8:].any() or column == "old_log_probs", column
+    counted = {"groups/empty", "groups/invalid"}
+    same = {metric: value for metric, value in plain_metrics.items() if metric not in counted}
+    assert {metric: metrics[metric] for metric in same} == pytest.approx(same, rel=1e-9, abs=1e-9)
+    assert (metrics["groups/empty"], metrics["groups/invalid"]) == (1.0, plain_metrics["groups/invalid"] + 2)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_batch_without_a_usable_row_has_no_advantage_and_no_nan(name: str) -> None:
+    """A11."""
+    batch = batch_of(case().poisoned()).with_columns(valid=torch.zeros(8, dtype=torch.bool))
+    found, metrics = run(batch, OPTIONS[name])
+    assert not found["advantages"].any()
+    assert not found["loss_mask"].any()
+    assert all(math.isfinite(value) for value in metrics.values()), metrics
 
 
 @pytest.mark.parametrize("name", OPTIONS)

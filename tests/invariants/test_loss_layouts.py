@@ -41,7 +41,8 @@ def losses(head: str) -> dict[str, Loss]:
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.5}
     found = {name: actor(name, entropy_coeff=0.1, policy={"dppo_threshold": 0.02}) for name in POLICY_LOSSES}
     found |= {mode: actor(loss_agg_mode=mode, entropy_coeff=0.1, **kl) for mode in LOSS_AGG_MODES}
-    found |= {f"KL {kind}": actor(kl_loss_type=kind, **kl) for kind in ("k1", "abs", "k2", "k3+", "full", "full+")}
+    kinds = [name + plus for name in ("k1", "abs", "k2", "k3", "full") for plus in ("", "+")]
+    found |= {f"KL {kind}": actor(kl_loss_type=kind, **kl) for kind in kinds}
     made: dict[str, Loss] = {name: ActorLoss(config, max_response_length=10) for name, config in found.items()}
     for kind in ("ppo_clip", "reinforce"):
         made[f"bypass {kind}"] = ActorLoss(actor(), max_response_length=10, correction=replace(rule, loss_type=kind))

@@ -53,6 +53,19 @@ def test_sequence_weights_are_truncated_products_on_every_token() -> None:
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
+def test_a_rejected_token_stays_in_the_product_of_its_row() -> None:
+    """The policy wrote it: the row is as likely as it is, whatever is trained of it. In bypass mode it is the same."""
+    work = case()
+    rejects = dict(rollout_rs="token", rollout_rs_threshold="0.9_1.15")
+    found = run(work, rollout_is="sequence", rollout_is_threshold=1.1, **rejects)
+    whole = run(work, rollout_is="sequence", rollout_is_threshold=1.1).weights
+    assert (work.mask & ~found.mask).any()
+    assert torch.equal(found.weights, torch.where(found.mask, whole, 0.0))
+    normal = run(work, rollout_is="sequence", rollout_is_batch_normalize=True, **rejects)
+    rows = normal.mask.any(dim=1)
+    assert normal.weights.amax(dim=1)[rows].mean().item() == pytest.approx(1.0)
+
+
 def test_batch_normalised_weights_have_mean_one_over_tokens_or_rows() -> None:
     work = case()
     token = run(work, rollout_is="token", rollout_is_batch_normalize=True).weights

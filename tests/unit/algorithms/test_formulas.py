@@ -22,7 +22,7 @@ from hybridflow.algorithms.covariance import select_by_covariance
 from hybridflow.algorithms.losses import ActorLoss
 from hybridflow.batch.batch import Batch
 from hybridflow.config.actor import PolicyLossConfig
-from hybridflow.config.choices import LOSS_AGG_MODES
+from hybridflow.config.choices import KL_TYPES, LOSS_AGG_MODES
 from tests.unit.algorithms.cases import actor, algorithm, correction, lists, padded
 
 Rows = list[list[float]]
@@ -232,6 +232,40 @@ def test_an_actor_loss_equals_the_formula_of_its_paper_in_value_and_gradient(
             ]
 
         compare_loss(name, mask, columns, mode, terms, **options)
+
+
+KL_TERMS: dict[str, Callable[[float], float]] = {
+    "k1": lambda x: x,
+    "abs": abs,
+    "k2": lambda x: x * x / 2,
+    "k3": lambda x: math.exp(-x) - 1 + x,
+}
+ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KL_TYPES if not kind.startswith("full")])
+def test_the_kl_term_has_its_value_and_gradient_in_the_whole_loss(kind: str) -> None:
+    """Schulman 2020; ``+``: value of the plain form, gradient of k2 under the current policy (weight now / old)."""
+    estimate, plus = KL_TERMS[ALIASES.get(kind.removesuffix("+"), kind.removesuffix("+"))], kind.endswith("+")
+    for seed, shape in enumerate(SHAPES):
+        mask = mask_of(shape, seed)
+        columns = columns_of(mask, seed)
+        columns["ref_log_probs"] = columns.pop("rollout_log_probs")
+        del columns["correction_weights"]
+        columns["advantages"] = torch.where(mask, 0.0, columns["advantages"])
+        old, ref = lists(columns["old_log_probs"], mask), lists(columns["ref_log_probs"], mask)
+
+        def term(now: float, still: float, o: float, q: float) -> float:
+            if not plus:
+                return 0.3 * estimate(now - q)
+            weight = min(math.exp(still - o), 10.0)
+            return 0.3 * (estimate(still - q) + weight * ((now - q) ** 2 - (still - q) ** 2) / 2)
+
+        def terms(now: Rows, still: Rows, old=old, ref=ref, term=term) -> Rows:
+            return [[term(*of) for of in zip(*row, strict=True)] for row in zip(now, still, old, ref, strict=True)]
+
+        settings = dict(use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type=kind)
+        compare_loss("reinforce", mask, columns, "seq-mean-token-sum", terms, **settings)
 
 
 def covariances(log_probs: Rows, advantages: Rows) -> Rows:
