@@ -7,10 +7,11 @@ leaf of the algorithm and actor trees must have been read by someone past the lo
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hybridflow.config.choices import ADV_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOS
 from hybridflow.config.constraints import Section, hints
 from hybridflow.config.tree import section_of
 from hybridflow.config.unread import is_unread
+from hybridflow.utils.errors import EngineError
 from tests.jobs import run_job
 
 ESTIMATOR = "algorithm.adv_estimator"
@@ -36,6 +38,14 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
     "grpo_passk": {"algorithm.norm_adv_by_std_in_grpo": False},
 }
+SETTING = "actor_rollout_ref.actor.policy_loss."
+TELLING: dict[str, dict[str, Any]] = {
+    "clip_cov": {f"{SETTING}clip_cov_ratio": 0.2, f"{SETTING}clip_cov_lb": 0.0},
+    "kl_cov": {f"{SETTING}kl_cov_ratio": 0.2, f"{SETTING}ppo_kl_coef": 1.0},
+    "dppo_tv": {f"{SETTING}dppo_threshold": 1e-4},
+    "dppo_kl": {f"{SETTING}dppo_threshold": 1e-6},
+}
+"""Settings under which a loss differs from the clipped surrogate already for the first small steps."""
 
 
 def _finite_and_learning(steps: list[dict[str, Any]]) -> None:
@@ -48,44 +58,86 @@ def _finite_and_learning(steps: list[dict[str, Any]]) -> None:
     assert any(step["actor/grad_norm"] > 0 for step in steps)
 
 
+Jobs = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Jobs:
+    """Metrics of the job with these options; each runs once in this module."""
+    done: dict[str, list[dict[str, Any]]] = {}
+
+    def of(**options: Any) -> list[dict[str, Any]]:
+        key = json.dumps(options, sort_keys=True)
+        if key not in done:
+            done[key] = run_job(tmp_path_factory.mktemp("job"), **options)
+        return done[key]
+
+    return of
+
+
+def _alike(jobs: Mapping[str, list[dict[str, Any]]], *names: str) -> list[set[str]]:
+    """Jobs that had the same numbers of ``names`` in every step."""
+    found: dict[tuple[float, ...], set[str]] = {}
+    for title, steps in jobs.items():
+        numbers = tuple(round(step[name], 9) for step in steps for name in names)
+        found.setdefault(numbers, set()).add(title)
+    return [titles for titles in found.values() if len(titles) > 1]
+
+
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
-def test_an_estimator_runs_in_the_main_job(tmp_path, name):
-    steps = run_job(tmp_path, **{ESTIMATOR: name, **NEEDED.get(name, {})})
+def test_an_estimator_runs_in_the_main_job(job, name):
+    steps = job(**{ESTIMATOR: name, **NEEDED.get(name, {})})
     _finite_and_learning(steps)
     assert ("critic/vf_loss" in steps[0]) == (name == "gae")
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_a_policy_loss_runs_in_the_main_job(tmp_path, name):
-    _finite_and_learning(run_job(tmp_path, **{LOSS: name}))
+def test_a_policy_loss_runs_in_the_main_job(job, name):
+    _finite_and_learning(job(**{LOSS: name, **TELLING.get(name, {})}))
 
 
-def test_estimators_and_losses_give_different_updates(tmp_path):
-    """The configured choice is the one that is used: the same data, another number."""
-    losses = {
-        name: run_job(tmp_path / name, **{LOSS: name, "trainer.total_training_steps": 1})[0]["actor/grad_norm"]
-        for name in ("vanilla", "gspo", "sapo", "dro")
-    }
-    estimators = {
-        name: run_job(tmp_path / name, **{ESTIMATOR: name, "trainer.total_training_steps": 1})[0]["actor/grad_norm"]
-        for name in ("rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-    }
-    norms = [*losses.values(), *estimators.values()]
-    assert len({round(norm, 9) for norm in norms}) == len(norms), (losses, estimators)
+def test_the_configured_estimator_and_loss_are_those_that_are_used(job):
+    """The same data from the same start, other numbers: all pairs but those that are one by definition."""
+    estimators = {name: job(**{ESTIMATOR: name, **NEEDED.get(name, {})}) for name in ADV_ESTIMATORS}
+    one_turn = [{"optimal_token_baseline", "tir_optimal_token_baseline"}]  # they differ where tools speak
+    assert _alike(estimators, "actor/grad_norm", "critic/advantages/max") == one_turn
+    losses = {name: job(**{LOSS: name, **TELLING.get(name, {})}) for name in POLICY_LOSSES}
+    assert _alike(losses, "actor/pg_loss", "actor/grad_norm") == [{"gpg", "reinforce"}]
 
 
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_an_aggregation_serves_policy_entropy_kl_and_values(tmp_path, mode):
-    options = {
+def _aggregated(mode: str) -> dict[str, Any]:
+    return {
         "actor_rollout_ref.actor.loss_agg_mode": mode,
         "critic.loss_agg_mode": mode,
         "actor_rollout_ref.actor.entropy_coeff": 0.01,
         "actor_rollout_ref.actor.use_kl_loss": True,
         ESTIMATOR: "gae",
     }
-    steps = run_job(tmp_path, **options)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_an_aggregation_serves_policy_entropy_kl_and_values(job, mode):
+    steps = job(**_aggregated(mode))
     _finite_and_learning(steps)
     assert all(math.isfinite(step[f"actor/{term}"]) for step in steps for term in ("kl_loss", "entropy"))
+
+
+def test_the_configured_aggregation_is_the_one_that_is_used(job):
+    jobs = {mode: job(**_aggregated(mode)) for mode in LOSS_AGG_MODES}
+    assert not _alike(jobs, "actor/grad_norm")
+    assert not _alike(jobs, "critic/grad_norm")
+
+
+def test_a_sampled_kl_of_each_kind_runs_in_the_loss_and_its_plus_has_the_value_and_another_gradient(job):
+    """Step 1 begins at KL 0; from the second mini-batch on kinds differ. The reward reads the value alone."""
+    at = "actor_rollout_ref.actor"
+    settings = {f"{at}.use_kl_loss": True, f"{at}.kl_loss_coef": 1.0, f"{at}.optim.lr": 3e-3}
+    jobs = {kind: job(**settings, **{f"{at}.kl_loss_type": kind}) for kind in ("k1", "abs", "k2", "k3", "k1+", "k2+")}
+    for steps in jobs.values():
+        _finite_and_learning(steps)
+    assert not _alike({kind: jobs[kind] for kind in ("k1", "abs", "k2", "k3")}, "actor/kl_loss")
+    assert not _alike({kind: jobs[kind] for kind in ("k1", "abs", "k2", "k3", "k1+")}, "actor/grad_norm")
+    assert jobs["k2+"][0]["actor/kl_loss"] == pytest.approx(jobs["k2"][0]["actor/kl_loss"], rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +149,11 @@ def test_an_aggregation_serves_policy_entropy_kl_and_values(tmp_path, mode):
         {"algorithm.reward_shaping.length_penalty": 0.01, "reward.overlong.enable": True, "reward.overlong.len": 2},
         {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_batch_normalize": True},
         {f"{CORRECTION}rollout_rs": "seq_mean_k1", f"{CORRECTION}rollout_rs_threshold": "0.5_2.0"},
+        {
+            f"{CORRECTION}rollout_is": "sequence",
+            f"{CORRECTION}rollout_token_veto_threshold": 1e-4,
+            f"{CORRECTION}guard_max_log_ratio": 10.0,
+        },
         {f"{CORRECTION}bypass_mode": True, f"{CORRECTION}rollout_rs": "token_k1"},
         {
             f"{CORRECTION}bypass_mode": True,
@@ -110,6 +167,16 @@ def test_an_aggregation_serves_policy_entropy_kl_and_values(tmp_path, mode):
 )
 def test_an_option_of_credit_assignment_runs_in_the_main_job(tmp_path, options):
     _finite_and_learning(run_job(tmp_path, **options))
+
+
+def test_a_guard_that_trips_takes_the_correction_away_or_stops_the_run(tmp_path, job):
+    """Trainer and sampler differ by about 1e-6: a band of 1e-12 is left at once."""
+    guard = {f"{CORRECTION}guard_max_log_ratio": 1e-12, f"{CORRECTION}rollout_is": "token"}
+    steps = job(**guard, **{f"{CORRECTION}guard_action": "fallback"})
+    assert [step["rollout_corr/guard_tripped"] for step in steps] == [1, 1]
+    assert "rollout_corr/rollout_is_mean" not in steps[0]
+    with pytest.raises(EngineError, match="guard_max_log_ratio"):
+        run_job(tmp_path, **guard, **{f"{CORRECTION}guard_action": "stop"})
 
 
 ONE_UPDATE = {
