@@ -127,3 +127,25 @@ def test_the_embedded_tokenizer_reads_its_prompts(tmp_path):
 def test_the_tiny_test_tokenizer_loads_too(tmp_path):
     save_tokenizer(tmp_path)
     assert load_tokenizer(str(tmp_path)).encode_prompt("1+1=") == [VOCABULARY[c] for c in "1+1="]
+
+
+GROUPED = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}"
+    "{% if messages[loop.index0 - 1]['role'] != 'tool' %}{{ 'tool:' }}{% endif %}{{ m['content'] + '.' }}"
+    "{% else %}{{ m['role'] + ':' + m['content'].split(')')[-1] + '\n' }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_a_conversation_in_a_prompt_is_the_template_s_own_rendering(tmp_path):
+    """E09, E10, E16: separators stay, two tool replies are grouped, earlier thinking goes where the template drops it.
+
+    All of it is prompt: no id of an earlier turn is ever trained (B19). Rollouts of several turns are refused.
+    """
+    tokenizer = save(tmp_path, adds_begin=False, template=GROUPED + OPENED)
+    turns = (("user", "1+1"), ("assistant", "(hm)add"), ("tool", "2"), ("tool", "3"), ("user", "sum"))
+    chat = [{"role": role, "content": content} for role, content in turns]
+    text = "user:1+1\nassistant:add\ntool:2.3.user:sum\nassistant:"
+    assert tokenizer.render(chat) == text
+    assert tokenizer.decode_responses([tokenizer.encode_prompt(chat)]) == [text]
