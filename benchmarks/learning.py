@@ -1,7 +1,7 @@
 """Does every estimator learn? The default arithmetic job with each of them, accuracy on held-out sums before and after.
 
-One rank, no Ray, no vLLM (``trainer.controller=local``, ``rollout.name=hf``), one seed: a check that nothing is broken,
-not a ranking of algorithms. Usage:
+One rank in one process (``trainer.controller=local``), the default generator, one seed: a check that nothing is
+broken, not a ranking of algorithms. Usage:
 
     python benchmarks/learning.py [--only gae rloo] [--seed 1] [--out benchmarks/results] [key=value ...]
 """
@@ -32,7 +32,6 @@ RUNS: dict[str, tuple[str, ...]] = {
 COMMON = (
     "trainer.controller=local",
     "trainer.device=cpu",
-    "actor_rollout_ref.rollout.name=hf",
     "trainer.logger=[jsonl]",
     "trainer.resume_mode=disable",
 )
