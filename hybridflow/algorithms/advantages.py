@@ -298,8 +298,8 @@ NEEDS: dict[str, frozenset[str]] = {name: frozenset() for name in ADVANTAGES} | 
     "gae": frozenset({"values"}),
     "remax": frozenset({"baseline_score"}),
     "gdpo": frozenset({"reward_info"}),
-    "optimal_token_baseline": frozenset({"old_log_probs", "old_entropy?", "old_sum_pi_squared?"}),
-    "tir_optimal_token_baseline": frozenset({"old_log_probs", "old_entropy?", "old_sum_pi_squared?"}),
+    "optimal_token_baseline": frozenset({"old_log_probs", "old_sum_pi_squared"}),
+    "tir_optimal_token_baseline": frozenset({"old_log_probs", "old_sum_pi_squared"}),
 }
 """Columns that an estimator reads beyond those of every step; ``name?``: where it is there."""
 

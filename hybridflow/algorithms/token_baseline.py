@@ -28,27 +28,13 @@ ENERGY_FLOOR = 1e-8
 def gradient_energy(
     *,
     log_probs: Float[Tensor, "B T"],
-    sum_pi_squared: Float[Tensor, "B T"] | None,
-    entropy: Float[Tensor, "B T"] | None,
+    sum_pi_squared: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
-    """``1 - 2 pi(y) + S`` per trainable token, in [0, 2], float64.
-
-    Without ``sum_pi_squared`` its lower bound from the ``entropy`` H stands in: ``S >= exp(-H)`` (Jensen) and
-    ``S >= pi(y)^2``. The bound is exact for a uniform and for a certain distribution; this is our departure from the
-    paper where the engine gives no S.
-
-    Raises:
-        ValueError: neither was given.
-    """
+    """``1 - 2 pi(y) + S`` per trainable token, in [0, 2], float64."""
     share = keep(log_probs.double(), mask).exp()
-    if sum_pi_squared is not None:
-        squares = keep(sum_pi_squared.double(), mask)
-    elif entropy is not None:
-        squares = torch.maximum(keep(-entropy.double(), mask).exp(), share.square())
-    else:
-        raise ValueError("an optimal token baseline needs old_sum_pi_squared or old_entropy")
-    return keep(1 - 2 * share + squares, mask)
+    # float32 columns: a certain token may come out a rounding below 0.
+    return keep(1 - 2 * share + keep(sum_pi_squared.double(), mask), mask).clamp(min=0)
 
 
 def policy_slots(mask: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
@@ -106,8 +92,7 @@ def _token_baseline(
 ) -> Credit:
     energy = gradient_energy(
         log_probs=columns["old_log_probs"],
-        sum_pi_squared=columns.get("old_sum_pi_squared"),
-        entropy=columns.get("old_entropy"),
+        sum_pi_squared=columns["old_sum_pi_squared"],
         mask=mask,
     )
     weights = columns.get("correction_weights")
@@ -136,7 +121,7 @@ def optimal_token_baseline(
 ) -> Credit:
     """Rewards to go minus the energy-weighted mean over the group's tokens at the same count of policy tokens.
 
-    Source: arXiv:2602.07078. Needs ``old_log_probs`` and ``old_sum_pi_squared`` (or, by a bound, ``old_entropy``).
+    Source: arXiv:2602.07078. Needs ``old_log_probs`` and ``old_sum_pi_squared``.
     """
     return _token_baseline(token_rewards, mask, group_id, config, policy_slots(mask), columns)
 

@@ -33,7 +33,7 @@ GROUP_ESTIMATORS = frozenset(
 )
 """Estimators whose baseline is the other samples of the same prompt: they learn nothing from ``rollout.n=1``."""
 TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
-"""Estimators that read ``old_entropy``."""
+"""Estimators that weigh tokens by the old policy's whole distribution."""
 REWARD_ONLY_ESTIMATORS = {
     "remax": "needs the score of a greedy response",
     "gdpo": "credits named components of the reward",
@@ -126,15 +126,11 @@ def _needs_of_algorithms(config: PPOConfig) -> Iterator[Problem]:
     algorithm, policy = config.algorithm, config.actor_rollout_ref
     bypass_key = "algorithm.rollout_correction.bypass_mode"
     estimator, bypass = algorithm.adv_estimator, algorithm.rollout_correction.bypass_mode
-    if estimator in TOKEN_BASELINES:
-        text = f"algorithm.adv_estimator={estimator} weighs tokens by the old policy's entropy"
+    if estimator in TOKEN_BASELINES and bypass:
+        text = f"algorithm.adv_estimator={estimator} weighs tokens by the old policy's probabilities"
+        text += ", which bypass_mode does not compute"
         reads = ("algorithm.adv_estimator",)
-        if not policy.actor.calculate_entropy:
-            fix = f"Set {ACTOR}.calculate_entropy=True."
-            yield Problem(key=f"{ACTOR}.calculate_entropy", given="False", text=text, fix=fix, reads=reads)
-        if bypass:
-            text += ", which bypass_mode does not compute"
-            yield Problem(key=bypass_key, given="True", text=text, fix="Set it to False.", reads=reads)
+        yield Problem(key=bypass_key, given="True", text=text, fix="Set it to False.", reads=reads)
     if algorithm.filter_groups.enable and policy.rollout.n < 2:
         text = "drops groups whose samples score alike, and one sample per prompt has none to differ from"
         key, fix, reads = "algorithm.filter_groups.enable", f"Set {ROLLOUT}.n=8.", (f"{ROLLOUT}.n",)

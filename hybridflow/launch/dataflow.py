@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybridflow.config.checks import TOKEN_BASELINES
 from hybridflow.config.root import PPOConfig
 from hybridflow.launch.plan import Stage
 
@@ -16,6 +17,7 @@ ROLLOUT_WRITES = (
     "finish_reason",
     "valid",
 )
+SQUARES = ("old_sum_pi_squared",)
 SCORED = ("response_ids", "response_length", "valid", "data_source", "ground_truth", "extra_info")
 
 
@@ -33,6 +35,7 @@ def dataflow(config: PPOConfig) -> tuple[Stage, ...]:
     ]
     if config.recomputes_old_log_probs:
         writes = ("old_log_probs", "old_entropy", *(("full_kl",) if config.exact_kl_in_reward else ()))
+        writes += SQUARES if config.algorithm.adv_estimator in TOKEN_BASELINES else ()
         stages.append(Stage(stage="score", role="actor", method="compute_log_prob", reads=SEQUENCE, writes=writes))
     if config.needs_ref_log_probs:
         call, writes = "compute_ref_log_prob", ("ref_log_probs",)
@@ -49,6 +52,7 @@ def _credit(config: PPOConfig) -> tuple[Stage, ...]:
     correction = config.algorithm.rollout_correction
     reads = ["score", "valid", "group_id", "response_mask"]
     reads += ["values"] if config.needs_critic else []
+    reads += ["old_log_probs", *SQUARES] if config.algorithm.adv_estimator in TOKEN_BASELINES else []
     if config.algorithm.use_kl_in_reward:
         reads += ["full_kl"] if config.exact_kl_in_reward else ["old_log_probs", "ref_log_probs"]
     reads += ["rollout_log_probs"] if correction.rollout_is or correction.rollout_rs else []

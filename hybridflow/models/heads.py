@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridflow.models.attention import Segments
 from hybridflow.models.full_kl import Reading, full_kl
-from hybridflow.models.logprobs import VocabularyShard, token_log_probs
+from hybridflow.models.logprobs import VocabularyShard, sum_of_squares, token_log_probs
 from hybridflow.models.packing import Packed
 from hybridflow.models.sequence import join_tokens
 from hybridflow.utils.errors import ConfigError, EngineError
@@ -29,6 +29,9 @@ Head = Literal["lm", "value"]
 
 HIDDEN = frozenset({"hidden"})
 """What a forward is asked for that only wants the states before the head."""
+
+OF_WORDS = frozenset({"log_probs", "entropy", "full_kl", "sum_pi_squared"})
+"""What a language model's head can be asked for."""
 
 PLAIN_HEAD_FAMILIES = frozenset({"qwen2", "qwen3", "llama", "mistral"})
 """Model types whose logits are exactly ``hidden @ W^T + b``: others may scale or cap them."""
@@ -100,7 +103,8 @@ class PackedModel(nn.Module):
         *,
         reference: Reading | None = None,
     ) -> dict[str, Tensor] | Tensor:
-        """float32 ``[n]`` for each of ``needs``: log_probs, entropy, full_kl of the tempered distribution, or values.
+        """float32 ``[n]`` for each of ``needs``: of the tempered distribution log_probs, entropy, full_kl and
+        sum_pi_squared (sums of squared probabilities, without gradient); or values.
 
         A pipeline stage that is not the last gives its hidden states ``[1, m, D]``; one that is not the first takes
         those of the stage before as ``received``. ``reference`` is what full_kl compares with: the ``reading`` of a
@@ -175,8 +179,8 @@ class PackedModel(nn.Module):
             assert isinstance(self.net, ValueModel)
             # A copy: FSDP hooks the outputs, and a hook on a view can be lost.
             return {"values": self.net.score(hidden)[:, 0].to(torch.float32, copy=True)}
-        if not needs <= {"log_probs", "entropy", "full_kl"}:
-            raise EngineError(f"a language model gives log_probs, entropy and full_kl, not {', '.join(sorted(needs))}")
+        if not needs <= OF_WORDS:
+            raise EngineError(f"a language model gives {', '.join(sorted(OF_WORDS))}, not {', '.join(sorted(needs))}")
         output = self.output_layer()
         assert output is not None
         weight, bias = _plain(output.weight), None if output.bias is None else _plain(output.bias)
@@ -187,6 +191,8 @@ class PackedModel(nn.Module):
             if reference is None:
                 raise EngineError("full_kl compares with a reference, and none was handed in")
             found["full_kl"] = full_kl(hidden, weight, reference, bias=bias, **cut)
+        if "sum_pi_squared" in needs:
+            found["sum_pi_squared"] = sum_of_squares(hidden, weight, bias=bias, **cut)
         return {name: value for name, value in found.items() if name in needs and value is not None}
 
     def output_layer(self) -> nn.Linear | None:

@@ -85,6 +85,34 @@ def token_log_probs(
     return log_probs, entropies if entropy else None
 
 
+def sum_of_squares(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    shard: VocabularyShard | None = None,
+    vocab_limit: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> Tensor:
+    """float32 ``[n]`` sums of squared probabilities of the tempered distribution, without gradient.
+
+    Arguments as of ``token_log_probs``.
+    """
+    columns = sampled_columns(weight.shape[0], shard, vocab_limit)
+    head = weight[:columns], None if bias is None else bias[:columns]
+    block = block_rows(hidden.shape[0], columns, shard, block_bytes)
+    found = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+    with torch.no_grad():
+        for start in range(0, hidden.shape[0], block):
+            part = slice(start, start + block)
+            log_p, _ = log_softmax(hidden[part], *head, temperature, shard)
+            found[part] = log_p.exp_().square_().sum(-1)
+    if shard is not None:
+        dist.all_reduce(found, group=shard.group)
+    return found
+
+
 def sampled_columns(rows: int, shard: VocabularyShard | None, vocab_limit: int | None) -> int:
     """Rows of this rank's head that belong to the distribution: always its first ones."""
     start = 0 if shard is None else shard.start

@@ -35,7 +35,7 @@ class Actor(Protocol):
     """The policy in training."""
 
     def compute_log_prob(self, batch: Batch) -> Pending[Batch]:
-        """Adds old_log_probs and old_entropy."""
+        """Adds old_log_probs and old_entropy, and what else of the old policy credit assignment reads."""
         ...
 
     def compute_advantage(self, batch: Batch, *, kl_coef: float = 0.0) -> Pending[tuple[Batch, Metrics]]:

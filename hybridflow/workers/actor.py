@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hybridflow.algorithms.advantages import needs_of
 from hybridflow.algorithms.agreement import AGREEMENT_READS, sampler_agreement
 from hybridflow.algorithms.contract import Counts, Loss
 from hybridflow.algorithms.credit import assign_credit, credit_reads
@@ -98,6 +99,7 @@ class ActorWorker(TrainedWorker):
         """Called before the actor needs the devices; the weights worker puts the generator to sleep here."""
         self._reference_at_work: Callable[[], AbstractContextManager[None]] = nullcontext
         self._temperature = policy.rollout.temperature
+        self._needs_squares = "old_sum_pi_squared" in (needs_of(config.algorithm.adv_estimator) or ())
         self._checkpoint = actor.checkpoint
         self._schedule = Schedule(
             mini_rows=actor.ppo_mini_batch_size * policy.rollout.n,
@@ -189,21 +191,25 @@ class ActorWorker(TrainedWorker):
         with self.at_work(), self._reference_at_work(), explained(name, self._config):
             yield
 
-    @register(dispatch="MESH_3D", reads=SEQUENCE, writes=("old_log_probs", "old_entropy", "full_kl?"))
+    @register(
+        dispatch="MESH_3D", reads=SEQUENCE, writes=("old_log_probs", "old_entropy", "full_kl?", "old_sum_pi_squared?")
+    )
     def compute_log_prob(self, batch: Batch) -> Batch:
         """old_log_probs and old_entropy, ``[b, T]`` float32 nats of the tempered distribution.
 
-        Also full_kl, where the exact KL is in the reward.
+        Also full_kl, where the exact KL is in the reward, and old_sum_pi_squared, where the estimator reads it.
         """
         needs = {"log_probs"} | ({"entropy"} if self._config.actor_rollout_ref.actor.calculate_entropy else set())
         needs |= {"full_kl"} if self._config.exact_kl_in_reward else set()
+        needs |= {"sum_pi_squared"} if self._needs_squares else set()
         with self._phase("compute_log_prob"):
             found = self.engine.forward(
                 batch, frozenset(needs), temperature=self._temperature, micro=self._forward_micro
             )
         self.engine.work()  # the metrics of its work are those of updates
         entropy = found.pop("entropy", torch.zeros_like(found["log_probs"]))
-        return Batch({"old_log_probs": found.pop("log_probs"), "old_entropy": entropy, **found})
+        squares = {"old_sum_pi_squared": found.pop("sum_pi_squared")} if self._needs_squares else {}
+        return Batch({"old_log_probs": found.pop("log_probs"), "old_entropy": entropy, **squares, **found})
 
     @register(dispatch="RANK_ZERO", reads=_credit_reads)
     def compute_advantage(self, batch: Batch, *, kl_coef: float = 0.0) -> tuple[Batch, Metrics]:

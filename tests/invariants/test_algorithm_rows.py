@@ -49,6 +49,7 @@ def batch_of(work: Case, order: torch.Tensor | None = None) -> Batch:
             "response_length": torch.tensor([6, 5, 1, 1, 3, 3, 4, 5]),
             "old_log_probs": work.old_log_probs,
             "old_entropy": work.entropy,
+            "old_sum_pi_squared": work.old_log_probs.exp().square() + 0.01,
             "ref_log_probs": work.ref_log_probs,
             "rollout_log_probs": work.rollout_log_probs,
             "values": work.values,

@@ -35,6 +35,7 @@ def run(name: str, work: Case, **changes: Any) -> tuple[torch.Tensor, torch.Tens
             "reward_info": INFO,
             "old_log_probs": work.old_log_probs,
             "old_entropy": work.entropy,
+            "old_sum_pi_squared": work.old_log_probs.exp().square() + 0.01,
             **extra,
         },
     )

@@ -35,6 +35,7 @@ def batch_of(**changes: Any) -> Batch:
         "finish_reason": ["stop"] * 7 + ["abort"],
         "old_log_probs": work.old_log_probs.float(),
         "old_entropy": work.entropy.float(),
+        "old_sum_pi_squared": work.old_log_probs.exp().square().float() + 0.01,
         "ref_log_probs": work.ref_log_probs.float(),
         "rollout_log_probs": work.rollout_log_probs.float(),
         "values": work.values.float(),

@@ -87,7 +87,11 @@ def test_with_a_cost_critic_costs_have_returns_of_their_own() -> None:
 def test_cost_credit_reads_what_it_declares_and_nothing_at_masked_positions(name: str) -> None:
     config, found = algorithm(adv_estimator=name), []
     for work in (case(), case().poisoned()):
-        more = {"old_log_probs": work.old_log_probs, "old_entropy": work.entropy, "response_ids": work.mask.long()}
+        more = {
+            "old_log_probs": work.old_log_probs,
+            "old_sum_pi_squared": work.entropy,
+            "response_ids": work.mask.long(),
+        }
         values = {"cost_values": work.values, "values": work.rewards} if name == "gae" else {}
         batch = cost_batch(work, **more, **values)
         reads = {column.rstrip("?") for column in cost_reads(config) or ()}

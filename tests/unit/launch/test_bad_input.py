@@ -50,8 +50,6 @@ BAD = [
     (["trainer.resume_mode=atuo"], "trainer.resume_mode=atuo", "Did you mean auto?"),
     (["data.truncation=middel"], "data.truncation=middel", "Did you mean middle?"),
     ([f"{ROLLOUT}.n=1"], f"{ROLLOUT}.n=1", f"Set {ROLLOUT}.n=8"),
-    (["algorithm.adv_estimator=optimal_token_baseline", f"{ACTOR}.calculate_entropy=False"],
-     f"{ACTOR}.calculate_entropy=False", f"Set {ACTOR}.calculate_entropy=True"),
     (["algorithm.adv_estimator=tir_optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=True"],
      "algorithm.rollout_correction.bypass_mode=True", "which bypass_mode does not compute"),
     (["algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.rollout_is_batch_normalize=True"],

@@ -197,6 +197,7 @@ def test_processes_that_host_the_generator_get_its_variables():
 
 VARIANTS = [
     (),
+    ("algorithm.adv_estimator=optimal_token_baseline",),
     ("algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true"),
     (f"{POLICY}.actor.use_kl_loss=true",),
     ("algorithm.safe_rlhf.enable=true",),

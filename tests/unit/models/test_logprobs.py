@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridflow.models.logprobs import VocabularyShard, token_log_probs
+from hybridflow.models.logprobs import VocabularyShard, sum_of_squares, token_log_probs
 from tests.ranks import run_ranks
 
 
@@ -143,6 +143,20 @@ def test_a_bias_is_cut_with_the_head() -> None:
     )
 
 
+@pytest.mark.parametrize("vocab_limit", [None, 7])
+@pytest.mark.parametrize("block_rows", [1, 3, 1000])
+def test_sums_of_squared_probabilities_equal_the_definition(block_rows: int, vocab_limit: int | None) -> None:
+    hidden, weight, _ = inputs()
+    bias = torch.linspace(-1, 1, weight.shape[0])
+    columns = vocab_limit or weight.shape[0]
+    found = sum_of_squares(
+        hidden, weight, bias=bias, temperature=0.7, vocab_limit=vocab_limit, block_bytes=4 * columns * block_rows
+    )
+    want = torch.softmax((hidden @ weight[:vocab_limit].T + bias[:vocab_limit]) / 0.7, -1).square().sum(-1)
+    torch.testing.assert_close(found, want.detach(), atol=1e-6, rtol=1e-6)
+    assert not found.requires_grad
+
+
 def test_a_token_that_cannot_be_sampled_is_refused() -> None:
     hidden, weight, targets = inputs()
     with pytest.raises(ValueError, match="ids from 3 on are never sampled"):
@@ -166,7 +180,16 @@ def _sharded(keep_bytes: int, vocab_limit: int | None, block_bytes: int) -> dict
         block_bytes=block_bytes,
     )
     (log_probs.sum() + 0.3 * entropy.sum()).backward()
-    return {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": mine.grad}
+    squares = sum_of_squares(
+        hidden,
+        mine,
+        temperature=0.7,
+        shard=VocabularyShard(start, dist.group.WORLD, largest=6),
+        vocab_limit=vocab_limit,
+        block_bytes=block_bytes,
+    )
+    found = {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "squares": squares}
+    return found | {"hidden": hidden.grad, "weight": mine.grad}
 
 
 @pytest.mark.parametrize("vocab_limit", [None, 8, 6, 4], ids=lambda limit: f"limit {limit}")
@@ -183,6 +206,8 @@ def test_a_sharded_vocabulary_gives_the_same_numbers(keep_bytes: int, vocab_limi
     for rank in ranks:
         torch.testing.assert_close(rank["log_probs"], log_probs.detach(), atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(rank["entropy"], entropy.detach(), atol=1e-6, rtol=1e-6)
+        squares = torch.softmax(hidden @ weight[:vocab_limit].T / 0.7, -1).square().sum(-1)
+        torch.testing.assert_close(rank["squares"], squares.detach(), atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(rank["hidden"], hidden.grad, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch.cat([rank["weight"] for rank in ranks]), weight.grad, atol=1e-5, rtol=1e-5)
 
