@@ -40,22 +40,26 @@ def select_by_covariance(
     draw depends on the token's numbers alone, so that it follows a row wherever it moves. At least one token.
     """
     covariance = token_covariance(log_probs=log_probs, advantages=advantages, mask=mask)
+    key = _scatter_key(log_probs, advantages)
     if config.loss_mode == "kl_cov":
-        return _highest(covariance, mask, _share(config.kl_cov_ratio, mask))
+        return _highest(covariance, key, mask, _share(config.kl_cov_ratio, mask))
     candidates = mask & (covariance >= config.clip_cov_lb) & (covariance <= config.clip_cov_ub)
-    return _highest(_scatter_key(log_probs, advantages), candidates, _share(config.clip_cov_ratio, mask))
+    return _highest(key, key, candidates, _share(config.clip_cov_ratio, mask))
 
 
 def _share(ratio: float, mask: Tensor) -> int:
     return max(int(ratio * int(mask.sum())), 1)
 
 
-def _highest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
+def _highest(values: Tensor, key: Tensor, candidates: Tensor, count: int) -> Tensor:
+    """The ``count`` candidates of highest value; ``key`` decides between equal ones (all are, where all A are equal)."""
     count = min(count, int(candidates.sum()))
     if count == 0:
         return torch.zeros_like(candidates)
-    threshold = values[candidates].topk(count).values[-1]
-    return candidates & (values >= threshold)
+    lowest = values[candidates].topk(count).values[-1]
+    above, level = candidates & (values > lowest), candidates & (values == lowest)
+    last = key[level].topk(count - int(above.sum())).values[-1]
+    return above | (level & (key >= last))
 
 
 def _scatter_key(log_probs: Tensor, advantages: Tensor) -> Tensor:

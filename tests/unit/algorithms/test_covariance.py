@@ -42,6 +42,15 @@ def test_kl_cov_takes_the_highest_share() -> None:
     assert {tuple(place) for place in found.nonzero().tolist()} == {place for place, _ in expected}
 
 
+@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
+def test_a_share_stays_a_share_where_no_token_differs_from_another(mode: str) -> None:
+    """All advantages equal, as in a batch without spread: every covariance is 0, and still 4 of 23 are selected."""
+    work = Case(**{**case().__dict__, "advantages": torch.zeros_like(case().advantages)})
+    found = select(work, loss_mode=mode, kl_cov_ratio=0.2, clip_cov_ratio=0.2, clip_cov_lb=0.0, clip_cov_ub=1.0)
+    assert found.sum().item() == 4
+    assert not (found & ~work.mask).any()
+
+
 def test_clip_cov_draws_within_its_band() -> None:
     work = case()
     found = select(work, loss_mode="clip_cov", clip_cov_ratio=0.15, clip_cov_lb=0.05, clip_cov_ub=1.0)
