@@ -52,7 +52,7 @@ def _share(ratio: float, mask: Tensor) -> int:
 
 
 def _highest(values: Tensor, key: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """The ``count`` candidates of highest value; ``key`` decides between equal ones (all are, where all A are equal)."""
+    """The ``count`` candidates of highest value; ``key`` decides between equal ones (all are when no A differs)."""
     count = min(count, int(candidates.sum()))
     if count == 0:
         return torch.zeros_like(candidates)
