@@ -113,7 +113,7 @@ class _Trained:
         self._reads_words = not role.role.endswith("critic") and role.role != "reward"
         self._cut = dims.tp * dims.pp
         self._split = dims.dp_shard * dims.sp * self._cut
-        self._fsdp = self._split > self._cut or self._compute != self._master
+        self._fsdp = self._split > self._cut or self._compute != self._master or self._lives_on_host
         self._embedding = model.vocabulary * model.hidden // dims.tp
         self._sizes = model.parameters
         if not self._reads_words and not model.tied:
@@ -208,8 +208,6 @@ class _Trained:
     def _gathered(self, *, backward: bool) -> int:
         """What FSDP has gathered at once: the root (embedding and head), and the layer at work with the next one."""
         whole = self._sizes * self._compute // self._cut
-        if self._split == self._cut and self._compute == self._master:
-            return 0
         if not self._reshards and backward:
             return whole
         root = self._embedding * (1 if self._model.tied or not self._reads_words else 2)
