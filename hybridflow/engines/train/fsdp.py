@@ -153,6 +153,13 @@ class FSDPEngine:
         Raises:
             ConfigError: when the two do not hold the same tokens and slices of the vocabulary, or under a pipeline.
         """
+        ours, theirs = self.dims, reference.dims
+        if self._pipeline is not None or (ours.tp, ours.sp, ours.pp) != (theirs.tp, theirs.sp, theirs.pp):
+            raise ConfigError(
+                "the exact KL needs both models on the same ranks, cut in the same way and not into pipeline stages: "
+                f"the policy has tp {ours.tp} x sp {ours.sp} x pp {ours.pp}, the reference tp {theirs.tp} x sp "
+                f"{theirs.sp} x pp {theirs.pp}"
+            )
         self._passes.compare_with(reference._passes)
 
     def update(

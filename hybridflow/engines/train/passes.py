@@ -26,7 +26,7 @@ from hybridflow.models.full_kl import Reading
 from hybridflow.models.packing import Packed, pack, prompt_groups
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils import optional
-from hybridflow.utils.errors import ConfigError, EngineError
+from hybridflow.utils.errors import EngineError
 
 
 class Passes:
@@ -65,18 +65,7 @@ class Passes:
         self._reference: Passes | None = None
 
     def compare_with(self, reference: Passes) -> None:
-        """From now on ``full_kl`` can be asked for; see ``TrainEngine.compare_with``.
-
-        Raises:
-            ConfigError: when the two do not hold the same tokens and slices of the vocabulary, or under a pipeline.
-        """
-        ours, theirs = self._dims, reference._dims
-        if self._pipeline is not None or (ours.tp, ours.sp, ours.pp) != (theirs.tp, theirs.sp, theirs.pp):
-            raise ConfigError(
-                "the exact KL needs both models on the same ranks, cut in the same way and not into pipeline stages: "
-                f"the policy has tp {ours.tp} x sp {ours.sp} x pp {ours.pp}, the reference tp {theirs.tp} x sp "
-                f"{theirs.sp} x pp {theirs.pp}"
-            )
+        """From now on ``full_kl`` can be asked for; both hold the same tokens and slices of the vocabulary."""
         self._reference = reference
 
     def infer(
