@@ -129,7 +129,8 @@ class _Trained:
     def line(self, calls: list[MicroPlan]) -> MemoryLine:
         """What it holds, and what each of ``calls`` adds."""
         trains = any(call.call.startswith("update") for call in calls)
-        held = {"parameters": self._parameters} | ({"optimizer": 2 * self._gradients} if trains else {})
+        adapters = 0 if self._trains_embedding or not trains else self._gradients
+        held = {"parameters": self._parameters + adapters} | ({"optimizer": 2 * self._gradients} if trains else {})
         held = {} if self._lives_on_host else held
         called = {name: size for name, size in held.items() if name in self._moves}
         phases = {
