@@ -23,7 +23,7 @@ from hybridflow.config.choices import ADV_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOS
 from hybridflow.config.constraints import Section, hints
 from hybridflow.config.tree import section_of
 from hybridflow.config.unread import is_unread
-from hybridflow.utils.errors import EngineError
+from hybridflow.utils.errors import WorkerError
 from tests.jobs import run_job
 
 ESTIMATOR = "algorithm.adv_estimator"
@@ -175,7 +175,7 @@ def test_a_guard_that_trips_takes_the_correction_away_or_stops_the_run(tmp_path,
     steps = job(**guard, **{f"{CORRECTION}guard_action": "fallback"})
     assert [step["rollout_corr/guard_tripped"] for step in steps] == [1, 1]
     assert "rollout_corr/rollout_is_mean" not in steps[0]
-    with pytest.raises(EngineError, match="guard_max_log_ratio"):
+    with pytest.raises(WorkerError, match="guard_max_log_ratio"):
         run_job(tmp_path, **guard, **{f"{CORRECTION}guard_action": "stop"})
 
 
