@@ -299,7 +299,7 @@ def _generator(
     phases = {
         "generate_sequences": ({"KV cache": cache.grown} if cache.grown else {})
         | {"activations": at_work, "logits": logits},
-        "publish": {"transfer buffers": buckets} | ({"merging": merging} if merging else {}) | sends,
+        "publish": {"transfer buffers": buckets, **({"merging": merging} if merging else {}), **sends},
     }
     return MemoryLine(role=role.role, pool=role.pool, resident=resident, phases=phases)
 
