@@ -26,6 +26,8 @@ _FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+"""Sizes of the mixture of experts."""
 
 
 def save_tiny_model(
@@ -45,6 +47,8 @@ def save_tiny_model(
         head_dim=16,
         max_position_embeddings=256,
     )
+    if family == "qwen3_moe":
+        sizes |= EXPERTS
     config = config_class(
         vocab_size=len(VOCABULARY) + extra_rows,
         pad_token_id=0,

@@ -12,11 +12,10 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from hybridflow.hybrid_engine.layouts import ModelShapes, TrainingLayout, predict
@@ -24,8 +23,9 @@ from hybridflow.hybrid_engine.plan import RankPlan, Slice, bound_bytes, ideal_by
 from hybridflow.hybrid_engine.rehearse import rehearse
 from hybridflow.hybrid_engine.rules import register_rules, rule_for
 from hybridflow.hybrid_engine.shapes import PRESETS, load_config, model_shapes
+from hybridflow.models.weight_files import WeightFiles
 from hybridflow.topology.parallel import AXES, ParallelDims
-from hybridflow.utils.errors import ConfigError, EngineError
+from hybridflow.utils.errors import ConfigError, EngineError, MachineError
 from hybridflow.utils.optional import load
 
 ALL_RANKS_UP_TO = 16
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given[:1] == ["check"]:
             return check(_check_parser().parse_args(given[1:]))
         return table(_table_parser().parse_args(given))
-    except (ConfigError, EngineError) as error:
+    except (ConfigError, EngineError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -95,7 +95,7 @@ def check(chosen: argparse.Namespace) -> int:
     failed = False
     for name, training in layouts.items():
         slices = predict(model, training, ParallelDims(dp_shard=2, tp=chosen.tp))
-        wrong = rehearse(slices, weights.__getitem__ if weights else lambda key: _random(key, model.shapes[key]))
+        wrong = rehearse(slices, weights or (lambda key: _random(key, model.shapes[key])))
         verdict = f"{len(wrong)} slices WRONG: {wrong[:3]}" if wrong else "bit for bit"
         print(f"  {name} over {world} ranks -> 2 replicas of tp={chosen.tp}, {source}: {verdict}")
         failed = failed or bool(wrong)
@@ -223,18 +223,17 @@ def _some(piece: Slice) -> Sequence[tuple[int, int]]:
     return next(box for box in piece.owned if box is not None)
 
 
-def _weights(folder: Path, model: ModelShapes) -> dict[str, Tensor]:
-    """The folder's own weights by the trainer's names; empty when there are none or they have other names."""
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
-                found[name] = opened.get_tensor(name)
-    missing = sorted(set(model.shapes) - set(found))
-    if found and missing:
+def _weights(folder: Path, model: ModelShapes) -> Callable[[str], Tensor] | None:
+    """The folder's own weights by the trainer's names; None when there are none or they have other names."""
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return None
+    files = WeightFiles(str(folder))
+    pieces = {name: files.pieces(name, shape) for name, shape in model.shapes.items()}
+    missing = sorted(name for name, found in pieces.items() if not found)
+    if missing:
         print(f"  the folder's weights have other names ({missing[0]} is not there)")
-        return {}
-    return {name: found[name] for name in model.shapes} if found else {}
+        return None
+    return lambda name: files.assemble(pieces[name], model.shapes[name])
 
 
 def _random(name: str, shape: Sequence[int]) -> Tensor:

@@ -53,6 +53,7 @@ class AdapterPublisher:
         rank: rows of A.
         group: as ``Publisher``.
         bucket_bytes: as ``Publisher``; a merge uses no more than that beside the storage either.
+        stale_copies: as ``Publisher``; asked once adapters are merged.
         settings: further arguments of ``Publisher``.
     """
 
@@ -67,6 +68,7 @@ class AdapterPublisher:
         rank: int,
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = 64 << 20,
+        stale_copies: Callable[[], Sequence[str]] = tuple,
         **settings: Any,
     ) -> None:
         self._settings = {"group": group, "bucket_bytes": bucket_bytes, **settings}
@@ -77,6 +79,7 @@ class AdapterPublisher:
         self._scale = scale
         self._rank = rank
         self._bucket_bytes = bucket_bytes
+        self._stale_copies = stale_copies
         self._names: frozenset[str] = frozenset()
         self._adapted: list[Adapted] = []
         self._merge_seconds = 0.0
@@ -115,7 +118,9 @@ class AdapterPublisher:
             parts += [a, b]
             self._adapted.append(Adapted(part.view.clone(), a.view, b.view))
         room = EngineParameters(tuple(parts))
-        return Publisher(self._adapter_shards, lambda: room, self._merge, **self._settings)
+        return Publisher(
+            self._adapter_shards, lambda: room, self._merge, stale_copies=self._stale_copies, **self._settings
+        )
 
     def _adapted_parts(self) -> list[Part]:
         """Where adapted weights lie now, in one order."""

@@ -1,7 +1,7 @@
 """The way of a new weight version from trainer to generator: one call, all ranks, all or nothing.
 
     agree on version and layouts -> (first time) gather boxes, check, plan -> take the old version from the generator
-    -> move -> checksums -> give it the new one
+    -> move -> checksums -> give it the new one -> are its packed copies of it?
 
 Checks come before the first byte is written: a parameter that is missing, extra or mis-shaped anywhere raises on every
 rank and the generator keeps its version. Before bytes move, every generator is told that it holds ``NO_VERSION`` (a
@@ -76,6 +76,8 @@ class Publisher:
         ranks_per_node: ranks of one machine, consecutive; replicated slices come from inside it.
         attempts: tries of one publish, the first included.
         wire: how bytes travel (``wires.KINDS``); None: what fits where the ranks sit.
+        stale_copies: asked with the checksums, after ``written``: lines on blocks whose copies, with which the
+            generator computes, are not of its storage (``RolloutEngine.stale_copies``).
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Publisher:
         ranks_per_node: int | None = None,
         attempts: int = 2,
         wire: str | None = None,
+        stale_copies: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         if verify not in ("first", "always", "never"):
             raise EngineError(f"verify={verify!r} is unknown: use first, always or never")
@@ -110,6 +113,7 @@ class Publisher:
         self._ranks_per_node = ranks_per_node
         self._attempts = attempts
         self._wire = wire
+        self._stale_copies = stale_copies
         self._ready: _Ready | None = None
         self._verified = False
         self._left: dict[tuple[str, Box], int] = {}
@@ -178,11 +182,16 @@ class Publisher:
         targets = _targets(ready.slices, side.parts, self._source_name)
         moved = self.together("moving weights", lambda: ready.transport.run(sources, targets))
         arrived = time.perf_counter()
-        if self._verify == "always" or (self._verify == "first" and not self._verified):
+        verify = self._verify == "always" or (self._verify == "first" and not self._verified)
+        if verify:
             self._compare(ready, sources, targets)
-            self._verified = True
         verified = time.perf_counter()
         self.together("telling the generator its version", lambda: self._written(version))
+        told = time.perf_counter()
+        if verify:
+            self._compare_copies()
+            self._verified = True
+        verify_seconds = verified - arrived + time.perf_counter() - told
         self.version = version
         bound = ready.plan.bound_bytes
         return {
@@ -194,7 +203,7 @@ class Publisher:
             "publish/rounds": float(moved.rounds),
             "publish/messages": float(moved.messages),
             "publish/move_seconds": arrived - started,
-            "publish/verify_seconds": verified - arrived,
+            "publish/verify_seconds": verify_seconds,
             **{f"publish/{kind}_seconds": seconds for kind, seconds in moved.seconds.items()},
         }
 
@@ -261,6 +270,16 @@ class Publisher:
                 (ready.slices[index].name, cast(Box, ready.slices[index].needed[self._rank])): found
                 for index, (_, found) in sums.held.items()
             }
+
+    def _compare_copies(self) -> None:
+        """Raises on all ranks when a generator computes with another copy than that of its storage. Collective."""
+
+        def judge() -> None:
+            if stale := self._stale_copies():
+                lines = (f"{line} on generator rank {self._rank}" for line in stale)
+                raise EngineError("the generator does not compute with the weights that it holds:\n" + "\n".join(lines))
+
+        self.together("comparing packed copies", judge)
 
     def together(self, doing: str, action: Callable[[], T]) -> T:
         """The result of ``action``, once every rank has succeeded in it. Collective.

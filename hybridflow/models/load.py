@@ -10,25 +10,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from hybridflow.models.attention import NAME as PACKED_ATTENTION
+from hybridflow.models.weight_files import Box, Piece, WeightFiles
 from hybridflow.utils.errors import ConfigError, MachineError
-
-Box = tuple[tuple[int, int], ...]
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -38,8 +34,6 @@ _DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
-_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Dtypes of safetensors headers."""
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout")
 
 
@@ -178,47 +172,14 @@ def placed_like(local: Tensor, like: Tensor) -> Tensor:
     )
 
 
-class WeightFiles:
-    """The safetensors of one model folder, read tensor by tensor."""
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a folder did not hold, and in which form it held the rest."""
 
-    def __init__(self, path: str) -> None:
-        folder = Path(path)
-        if not folder.is_dir():
-            folder = Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            self._file = {name: folder / file for name, file in weight_map.items()}
-        elif (folder / "model.safetensors").exists():
-            with safe_open(folder / "model.safetensors", framework="pt") as file:
-                self._file = dict.fromkeys(file.keys(), folder / "model.safetensors")
-        else:
-            raise MachineError(f"{folder} has no model.safetensors (nor an index of several): convert the model first")
-        self._open: dict[Path, Any] = {}
-
-    def find(self, names: Iterable[str]) -> str | None:
-        """The first of ``names`` that a file holds."""
-        return next((name for name in names if name in self._file), None)
-
-    def describe(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of ``name`` as stored; reads no data."""
-        header = self._reader(name).get_slice(name)
-        kind = header.get_dtype()
-        if kind not in _STORED:
-            raise MachineError(
-                f"{self._file[name]}: {name} is stored as {kind}; weights must be one of {list(_STORED)}"
-            )
-        return tuple(header.get_shape()), _STORED[kind]
-
-    def read(self, name: str) -> Tensor:
-        """The full tensor ``name`` on the host."""
-        return self._reader(name).get_tensor(name)
-
-    def _reader(self, name: str) -> Any:
-        path = self._file[name]
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt").__enter__()
-        return self._open[path]
+    absent: tuple[str, ...] = ()
+    """Optional parameters that no file holds."""
+    by_expert: frozenset[str] = frozenset()
+    """Parameters of stacked experts that the folder holds expert by expert."""
 
 
 def fill(
@@ -229,11 +190,11 @@ def fill(
     optional: Iterable[str] = (),
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     group: dist.ProcessGroup | None = None,
-) -> tuple[str, ...]:
-    """Copies the weights of ``path`` into this rank's blocks; the names in ``optional`` that no file holds.
+) -> Filled:
+    """Copies the weights of ``path`` into this rank's blocks; says what of the names in ``optional`` was not there.
 
-    Collective over ``group`` (None: the whole world, if there is one): its rank 0 reads, one tensor at a time, and
-    every rank keeps its block. ``shapes`` names all parameters of the full model in an order that is equal on all
+    Collective over ``group`` (None: the whole world, if there is one): its rank 0 reads, one stored tensor at a time,
+    and every rank keeps its block. ``shapes`` names all parameters of the full model in an order that is equal on all
     ranks; a rank may lack some of them (pipeline stages).
 
     Raises:
@@ -257,19 +218,36 @@ def fill(
         raise plan
     assert plan is not None
     device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-    for name, (stored, dtype) in plan.items():
-        if stored is None:
-            continue
-        if source is not None:
-            full = source.read(stored).to(device)
-        else:
-            full = torch.empty(shapes[name], dtype=dtype, device=device)
-        if world > 1:
-            dist.broadcast(full, group=group, group_src=0)
-        if name in parameters:
-            own = box_of(parameters[name], shapes[name])
-            local_of(parameters[name]).copy_(full[tuple(slice(start, end) for start, end in own)])
-    return tuple(name for name, (stored, _) in plan.items() if stored is None)
+    for name, pieces in plan.items():
+        for piece, dtype in pieces:
+            if source is not None:
+                stored = source.read(piece.stored).to(device)
+            else:
+                stored = torch.empty(piece.shape, dtype=dtype, device=device)
+            if world > 1:
+                dist.broadcast(stored, group=group, group_src=0)
+            if name in parameters:
+                _keep(parameters[name], shapes[name], piece, stored)
+    return Filled(
+        absent=tuple(name for name, pieces in plan.items() if not pieces),
+        by_expert=frozenset(
+            name for name, pieces in plan.items() if pieces and len(pieces[0][0].shape) < len(shapes[name])
+        ),
+    )
+
+
+def _keep(parameter: Tensor, shape: tuple[int, ...], piece: Piece, stored: Tensor) -> None:
+    """Copies what this rank owns of a stored tensor into its block."""
+    own = box_of(parameter, shape)
+    common = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(own, piece.box, strict=True))
+    if all(low < high for low, high in common):
+        block = stored.view([high - low for low, high in piece.box])
+        local_of(parameter)[_within(common, own)].copy_(block[_within(common, piece.box)])
+
+
+def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Index of ``inner`` in a tensor that stores ``outer``."""
+    return tuple(slice(low - base, high - base) for (low, high), (base, _) in zip(inner, outer, strict=True))
 
 
 def _plan(
@@ -278,21 +256,13 @@ def _plan(
     shapes: Mapping[str, tuple[int, ...]],
     aliases: Mapping[str, tuple[str, ...]],
     optional: frozenset[str],
-) -> dict[str, tuple[str | None, torch.dtype]]:
-    """Stored name (None: not there, and need not be) and stored dtype by parameter."""
-    plan: dict[str, tuple[str | None, torch.dtype]] = {}
-    missing = []
+) -> dict[str, tuple[tuple[Piece, torch.dtype], ...]]:
+    """Stored tensors (none: not there, and need not be) and their dtypes by parameter."""
+    plan: dict[str, tuple[tuple[Piece, torch.dtype], ...]] = {}
     for name, shape in shapes.items():
-        stored = source.find((name, *aliases.get(name, ())))
-        if stored is None:
-            plan[name] = (None, torch.float32)
-            if name not in optional:
-                missing.append(name)
-            continue
-        stored_shape, dtype = source.describe(stored)
-        if stored_shape != tuple(shape):
-            raise MachineError(f"{path}: {stored} has shape {stored_shape}, the model needs {tuple(shape)}")
-        plan[name] = (stored, dtype)
+        pieces = source.pieces(name, shape, aliases.get(name, ()))
+        plan[name] = tuple((piece, source.describe(piece.stored)[1]) for piece in pieces)
+    missing = [name for name, pieces in plan.items() if not pieces and name not in optional]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise MachineError(f"{path}: no weights for {', '.join(missing[:5])}{more}")

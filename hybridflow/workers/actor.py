@@ -21,11 +21,12 @@ from hybridflow.algorithms.losses import ActorLoss
 from hybridflow.algorithms.pretraining import PretrainingMix
 from hybridflow.algorithms.rewards import RewardNormalizer
 from hybridflow.batch.batch import Batch
+from hybridflow.config.actor import ActorRolloutRefConfig
 from hybridflow.config.model import ModelConfig
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import RankContext
 from hybridflow.dispatch.register import register
-from hybridflow.engines.train.base import TrainEngine
+from hybridflow.engines.train.base import MicroBatching, TrainEngine
 from hybridflow.engines.train.registry import TRAIN_ENGINES
 from hybridflow.hybrid_engine.layouts import TrainingLayout
 from hybridflow.roles.protocols import Metrics
@@ -101,13 +102,7 @@ class ActorWorker(TrainedWorker):
         self._temperature = policy.rollout.temperature
         self._needs_squares = "old_sum_pi_squared" in (needs_of(config.algorithm.adv_estimator) or ())
         self._checkpoint = actor.checkpoint
-        self._schedule = Schedule(
-            mini_rows=actor.ppo_mini_batch_size * policy.rollout.n,
-            group_size=policy.rollout.n,
-            epochs=actor.ppo_epochs,
-            shuffle_seed=config.trainer.seed if actor.shuffle else None,
-            unit=actor.optim.schedule_unit,
-        )
+        self._schedule = _schedule(config)
         self._skips = Skips(
             "actor",
             rank=context.rank,
@@ -117,33 +112,15 @@ class ActorWorker(TrainedWorker):
         units = self._schedule.units(total_steps, config.data.train_batch_size * policy.rollout.n)
         model = replace(policy.model, path=model_path)
         self.engine = self._build_engine(model, dims, units, rollout_tp=rollout_tp, vocab_limit=vocab_limit)
-        self._loss: Loss = ActorLoss(
-            actor,
-            max_response_length=config.response_length,
-            correction=config.algorithm.rollout_correction,
-            # Without the pass for old log-probs, the update's own forward is the place to measure it.
-            measure_entropy=actor.calculate_entropy and not config.recomputes_old_log_probs,
-        )
+        self._loss = _loss(config)
         self._pretraining = None
         if config.algorithm.ptx_coef > 0:
             assert tokenizer_path is not None
-            self._loss = PretrainingMix(self._loss, config.algorithm.ptx_coef)
             at, size = dims.dp_coordinate(context.rank), self._schedule.mini_rows
             self._pretraining = load_pretraining(config, tokenizer_path, size=size, coordinate=at, coordinates=dims.dp)
         shaping = config.algorithm.reward_shaping
         self._normalizer = RewardNormalizer(momentum=shaping.normalize_momentum) if shaping.normalize else None
-        self._train_micro = micro_batching(
-            dynamic=actor.use_dynamic_bsz,
-            tokens_per_device=actor.ppo_max_token_len_per_gpu,
-            rows=actor.ppo_micro_batch_size_per_gpu,
-            sp=dims.sp,
-        )
-        self._forward_micro = micro_batching(
-            dynamic=policy.rollout.log_prob_use_dynamic_bsz,
-            tokens_per_device=policy.rollout.log_prob_max_token_len_per_gpu,
-            rows=policy.rollout.log_prob_micro_batch_size_per_gpu,
-            sp=dims.sp,
-        )
+        self._train_micro, self._forward_micro = _micro_batchings(policy, dims.sp)
 
     def _build_engine(
         self,
@@ -272,3 +249,47 @@ class ActorWorker(TrainedWorker):
                 self._normalizer.load_state_dict(json.loads(statistics.read_text()))
             else:
                 logger.warning("%s was saved without reward normalisation: its running statistics start anew", folder)
+
+
+def _schedule(config: PPOConfig) -> Schedule:
+    """How the rows of a trainer step become optimizer steps."""
+    actor, samples = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    return Schedule(
+        mini_rows=actor.ppo_mini_batch_size * samples,
+        group_size=samples,
+        epochs=actor.ppo_epochs,
+        shuffle_seed=config.trainer.seed if actor.shuffle else None,
+        unit=actor.optim.schedule_unit,
+    )
+
+
+def _loss(config: PPOConfig) -> Loss:
+    """The policy's loss, with that on text mixed in where it is asked for."""
+    actor = config.actor_rollout_ref.actor
+    loss = ActorLoss(
+        actor,
+        max_response_length=config.response_length,
+        correction=config.algorithm.rollout_correction,
+        # Without the pass for old log-probs, the update's own forward is the place to measure it.
+        measure_entropy=actor.calculate_entropy and not config.recomputes_old_log_probs,
+    )
+    coefficient = config.algorithm.ptx_coef
+    return PretrainingMix(loss, coefficient) if coefficient > 0 else loss
+
+
+def _micro_batchings(policy: ActorRolloutRefConfig, sp: int) -> tuple[MicroBatching, MicroBatching]:
+    """How an update is cut, and how a forward pass for log-probs is."""
+    actor, rollout = policy.actor, policy.rollout
+    update = micro_batching(
+        dynamic=actor.use_dynamic_bsz,
+        tokens_per_device=actor.ppo_max_token_len_per_gpu,
+        rows=actor.ppo_micro_batch_size_per_gpu,
+        sp=sp,
+    )
+    forward = micro_batching(
+        dynamic=rollout.log_prob_use_dynamic_bsz,
+        tokens_per_device=rollout.log_prob_max_token_len_per_gpu,
+        rows=rollout.log_prob_micro_batch_size_per_gpu,
+        sp=sp,
+    )
+    return update, forward

@@ -42,6 +42,8 @@ def make_publisher(
         "verify": transfer.verify,
         "attempts": transfer.attempts,
     }
+    if generator is not None:
+        settings["stale_copies"] = generator.stale_copies
     if model.lora_rank == 0 or model.lora_merge:
         return Publisher(_nothing if trainer is None else trainer.shards, parameters, written, **settings)
     return AdapterPublisher(

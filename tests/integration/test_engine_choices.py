@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from hybridflow.launch.preflight import check_machine, plan_run
 from tests.jobs import run_job, small_config
@@ -28,6 +30,21 @@ def test_rows_of_the_embedding_beyond_the_tokenizer_have_no_probability(tmp_path
     steps = run_job(tmp_path / "run", **options)
     _agrees_with_the_sampler(steps)
     assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_mixture_of_experts_is_trained_published_and_saved_as_its_folder_has_it(tmp_path):
+    folder = save_tiny_model(tmp_path / "model", family="qwen3_moe")
+    options = {f"{MODEL}.path": str(folder), "trainer.save_freq": 2, f"{ACTOR}.use_kl_loss": True}
+    contents = {f"{ACTOR}.checkpoint.save_contents": ["hf_model"], f"{ACTOR}.checkpoint.load_contents": []}
+    steps = run_job(tmp_path / "run", **options, **contents)
+    _agrees_with_the_sampler(steps)
+    assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
+    saved = tmp_path / "run" / "global_step_2" / "actor" / "huggingface"
+    before, after = (load_file(path / "model.safetensors") for path in (folder, saved))
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in range(4)} <= moved
 
 
 def test_lora_trains_adapters_and_its_reference_is_the_actor_without_them(tmp_path):

@@ -116,6 +116,13 @@ def checksums(folder: Path) -> str:
     return str(got.value)
 
 
+def packed_copies(folder: Path) -> str:
+    line = f"{WEIGHT} ((0, 8), (0, 4)): the engine's packed copy is not of the weights that it holds"
+    with pytest.raises(EngineError) as got:
+        Sides().publisher(stale_copies=lambda: [line]).publish(0)
+    return str(got.value)
+
+
 def retry(folder: Path) -> str:
     said: list[str] = []
     handler = logging.Handler()
@@ -184,6 +191,7 @@ PRODUCERS: dict[str, Callable[[Path], str]] = {
     "late collective": late_collective,
     "misfit": misfit,
     "checksums": checksums,
+    "packed copies": packed_copies,
     "retry": retry,
     "row": row,
     "no folder": no_folder,

@@ -108,6 +108,18 @@ def test_permuted_order_receives_the_least_that_any_layout_could(world, tp):
         assert worst[0] < worst[1]
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_whole_experts_on_a_rank_are_resharded_bit_for_bit(tp):
+    """Expert parallelism: 4 experts over up to 8 ranks of a replica, some of which hold none."""
+    model, world = MODELS["experts"], 8
+    full, generation = full_weights(model.shapes), ParallelDims(dp_shard=world // tp, tp=tp)
+    for training in training_layouts(world, tp):
+        slices = predict(model, training, generation, expert_parallel=True)
+        plans = [plan_rank(slices, rank) for rank in range(world)]
+        assert execute(slices, plans, full, torch.bfloat16) == [], training
+        assert [plan.received_bytes for plan in plans] == [bound_bytes(slices, rank) for rank in range(world)]
+
+
 def test_trainer_tp_equal_to_rollout_tp_needs_no_permutation():
     model = tiny_shapes(inner=64, vocabulary=512, head_size=8)
     slices = predict(model, TrainingLayout(dims=ParallelDims(dp_shard=4, tp=2)), ParallelDims(dp_shard=4, tp=2))

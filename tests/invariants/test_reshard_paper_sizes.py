@@ -59,6 +59,18 @@ def test_permuted_layout_receives_at_most_five_percent_above_the_closed_form(nam
     assert received[0] == ideal_bytes(slices, 0)
 
 
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("name", ["qwen2.5-32b", "llama-3-70b"])
+def test_where_the_bound_is_zero_nothing_is_received(name, tp):
+    """A trainer cut as its generator is: norms are whole on both sides, vocabularies need no padding."""
+    training = TrainingLayout(dims=ParallelDims(dp_replicate=2, tp=tp))
+    slices = predict(shapes(name), training, ParallelDims(dp_shard=2, tp=tp))
+    for rank in range(2 * tp):
+        plan = plan_rank(slices, rank)
+        assert bound_bytes(slices, rank) == plan.received_bytes == plan.sent_bytes == 0
+        assert plan.held_bytes > 0
+
+
 @pytest.mark.parametrize(("world", "tp", "worst"), [(8, 2, 1.284), (8, 4, 1.926), (16, 4, 1.309), (64, 2, 1.027)])
 def test_plain_order_costs_what_the_prototype_measured(world, tp, worst):
     """Golden values of facts/reshard.md section 4 (Qwen2.5-7B, plain mesh)."""
@@ -83,7 +95,7 @@ def test_a_rank_of_a_thousand_is_planned_in_under_a_second():
     slices = predict(
         shapes("llama-3-70b"), TrainingLayout.permuted(ParallelDims(dp_shard=1024), 8), ParallelDims(dp_shard=128, tp=8)
     )
-    started = time.perf_counter()
+    started = time.process_time()  # other processes of a busy machine do not count
     plan = plan_rank(slices, 517, ranks_per_node=8)
-    assert time.perf_counter() - started < 5.0  # 0.2 s on an idle machine; the limit allows for a busy one
+    assert time.process_time() - started < 1.0
     assert plan.received_bytes == bound_bytes(slices, 517)

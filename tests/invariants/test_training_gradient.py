@@ -71,6 +71,21 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
         False,
         {"dims": DP2_TP2, "head": "value", "rows": 4},
     ),
+    "qwen3 experts untied, one process, one micro-batch": ("qwen3_moe", False, {"micro": ALL}),
+    "qwen3 experts untied, HSDP 2x2, permuted, dim 1, checkpointed": (
+        "qwen3_moe",
+        False,
+        {
+            "dims": HSDP,
+            "model": CHECKPOINTED,
+            "engine": {"shard_order": [0, 2, 1, 3], "row_parallel_shard_dim1": True},
+        },
+    ),
+    "qwen3 experts tied critic, dp 4, a rank without tokens": (
+        "qwen3_moe",
+        True,
+        {"dims": DP4, "head": "value", "rows": 4},
+    ),
     "qwen2 tied, pp 2": ("qwen2", True, {"dims": PP2}),
     "llama untied critic, pp 2, checkpointed, row by row": (
         "llama",

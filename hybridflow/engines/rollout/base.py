@@ -153,6 +153,13 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def stale_copies(self) -> list[str]:
+        """One line for each block of which the engine computes with a copy that is not of ``parameters()``; names it.
+
+        Asked after ``weights_written``. Empty for an engine that computes with the parameters themselves.
+        """
+        ...
+
     def announce(self, number: int) -> None:
         """Leaves a number (0 or more) that all ranks of the engine shall know after one and the same step.
 

@@ -219,6 +219,10 @@ class HFEngine:
             self._over += self.cancel(running)
         self.clear_caches()
 
+    def stale_copies(self) -> list[str]:
+        """Nothing: the model computes with its parameters."""
+        return []
+
     def clear_caches(self) -> None:
         """Drops every key-value cache; running requests go back in front of the queue, in their order."""
         self._waiting = list(self._rows())

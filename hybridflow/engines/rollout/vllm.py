@@ -37,7 +37,7 @@ from hybridflow.engines.rollout.base import NO_VERSION, Completion, EngineParame
 from hybridflow.engines.rollout.inflight import Response, drawing_seed, end_token_ids, open_response
 from hybridflow.engines.rollout.lockstep import Lockstep
 from hybridflow.engines.rollout.vllm_arguments import check_environment, engine_arguments
-from hybridflow.engines.rollout.vllm_parameters import check_loader, check_names, engine_parameters
+from hybridflow.engines.rollout.vllm_parameters import check_loader, check_names, engine_parameters, parts_in
 from hybridflow.utils.errors import EngineError, StateError
 
 T = TypeVar("T")
@@ -79,42 +79,23 @@ class VLLMEngine:
         Raises:
             EngineError: for a vLLM build, environment or model that would give wrong numbers.
         """
-        on_cpu = torch.device(device).type == "cpu"
-        options = dict(config.engine_kwargs.get("vllm") or {})
-        gemm = options.pop("cpu_gemm", vllm_cpu.GEMMS[0])
-        check_environment(on_cpu, gemm, tp)
         hf_config = AutoConfig.from_pretrained(model_path).get_text_config()
-        max_model_len = config.max_model_len or max_prompt_tokens + max_response_tokens
-        arguments = engine_arguments(
+        self._max_model_len = config.max_model_len or max_prompt_tokens + max_response_tokens
+        self._engine, self._copies = _built(
             model_path,
             hf_config,
             config,
-            options,
-            max_model_len=max_model_len,
+            max_model_len=self._max_model_len,
             tp=tp,
-            on_cpu=on_cpu,
+            on_cpu=torch.device(device).type == "cpu",
             seed=seed,
             vocab_limit=vocab_limit,
         )
-        _import_architectures(hf_config.architectures or ())
-        with _host_state_kept():
-            if on_cpu:
-                with vllm_cpu.building(gemm, distributed=tp > 1) as cpu_weights:
-                    self._engine = _build(arguments)
-                self._repack = cpu_weights.repack
-                vllm_cpu_kernels.install(self._runner())
-            else:
-                self._engine = _build(arguments)
-                self._repack = _nothing
         self._core = self._engine.engine_core
         self._lockstep = Lockstep(tp, lockstep_timeout_s) if tp > 1 else None
-        parameters = engine_parameters(self._model())
-        check_names(parameters, model_path)
-        check_loader(self._model(), parameters)
-        self._can_release = bool(arguments["enable_sleep_mode"])
+        self._can_release = self._engine.vllm_config.model_config.enable_sleep_mode
         self._eos_token_ids = end_token_ids(model_path) if eos_token_ids is None else eos_token_ids
         self._vocab_size = hf_config.vocab_size
-        self._max_model_len = max_model_len
         self._version = NO_VERSION
         self._announcement = self._announced = -1
         self._asleep: set[str] = set()
@@ -122,6 +103,13 @@ class VLLMEngine:
         self._pending: list[Response] = []
         self._running: dict[str, Response] = {}
         self._over: list[Completion] = []
+        self._check_layout(model_path)
+
+    def _check_layout(self, model_path: str) -> None:
+        """Raises EngineError unless every parameter of the folder's model lies where ``parameters`` says."""
+        parameters = engine_parameters(self._model())
+        check_names(parameters, model_path)
+        check_loader(self._model(), parameters)
 
     @property
     def busy(self) -> bool:
@@ -248,7 +236,8 @@ class VLLMEngine:
         self._version = NO_VERSION  # until all of it worked, neither the old nor the new version is true
         if version == NO_VERSION:
             return
-        self._repack()
+        if self._copies is not None:
+            self._copies.repack()
         self._record("in flight", in_flight)
         if in_flight == "abort":
             self._over += self.cancel(list(self._running))
@@ -257,6 +246,19 @@ class VLLMEngine:
         self._engine.set_weight_version(str(version))
         self._record("weights", version)
         self._version = version
+
+    def stale_copies(self) -> list[str]:
+        """Names of blocks whose packed copies, which the kernels read, are not of ``parameters()`` (CPU only)."""
+        if self._copies is None:
+            return []
+        parameters = engine_parameters(self._model())
+        names = {id(parameter): name for name, parameter in self._model().named_parameters()}
+        return [
+            f"{part.hf_name} {part.hf_box}: the engine's packed copy is not of the weights that it holds"
+            for weight, rows in self._copies.stale()
+            for part, span in parts_in(parameters, names[id(weight)], weight)
+            if rows & set(span)
+        ]
 
     def clear_caches(self) -> None:
         """Drops KV and prefix caches; running requests are computed again. Raises EngineError when vLLM refused."""
@@ -269,7 +271,7 @@ class VLLMEngine:
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self._model().parameters()}
         held = {
             "weights": sum(storages.values()),
-            "kv_cache": sum(_nbytes(cache) for cache in self._runner().kv_caches),
+            "kv_cache": sum(_nbytes(cache) for cache in _runner(self._engine).kv_caches),
         }
         return {tag: 0 if self._can_release and tag in self._asleep else size for tag, size in held.items()}
 
@@ -352,12 +354,8 @@ class VLLMEngine:
         if asleep:
             raise StateError(f"{what}: {' and '.join(asleep)} asleep; call wake first")
 
-    def _runner(self) -> Any:
-        """vLLM's model runner in this process."""
-        return self._engine.model_executor.driver_worker.model_runner
-
     def _model(self) -> nn.Module:
-        return self._runner().model
+        return _runner(self._engine).model
 
 
 def _import_architectures(architectures: Sequence[str]) -> None:
@@ -367,12 +365,45 @@ def _import_architectures(architectures: Sequence[str]) -> None:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
-def _build(arguments: dict[str, Any]) -> LLMEngine:
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+def _built(
+    model_path: str,
+    hf_config: Any,
+    config: RolloutConfig,
+    *,
+    max_model_len: int,
+    tp: int,
+    on_cpu: bool,
+    seed: int,
+    vocab_limit: int | None,
+) -> tuple[LLMEngine, vllm_cpu.CpuWeights | None]:
+    """vLLM's engine, and on CPU what keeps its weights writable; the host's state is as before."""
+    options = dict(config.engine_kwargs.get("vllm") or {})
+    gemm = options.pop("cpu_gemm", vllm_cpu.GEMMS[0])
+    check_environment(on_cpu, gemm, tp)
+    arguments = engine_arguments(
+        model_path,
+        hf_config,
+        config,
+        options,
+        max_model_len=max_model_len,
+        tp=tp,
+        on_cpu=on_cpu,
+        seed=seed,
+        vocab_limit=vocab_limit,
+    )
+    _import_architectures(hf_config.architectures or ())
+    with _host_state_kept():
+        if not on_cpu:
+            return LLMEngine.from_engine_args(EngineArgs(**arguments)), None
+        with vllm_cpu.building(gemm, distributed=tp > 1) as copies:
+            engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    vllm_cpu_kernels.install(_runner(engine))
+    return engine, copies
 
 
-def _nothing() -> None:
-    """GPU weights are used as they are written."""
+def _runner(engine: LLMEngine) -> Any:
+    """vLLM's model runner in this process."""
+    return engine.model_executor.driver_worker.model_runner
 
 
 def _nbytes(cache: Any) -> int:

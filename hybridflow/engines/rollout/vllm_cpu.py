@@ -71,6 +71,33 @@ class CpuWeights:
         for layer in self._packed:
             self._pack(layer, False)
 
+    def stale(self) -> Iterator[tuple[Tensor, set[int]]]:
+        """Plain weights of which the layer's packed copy is not one, and their rows that differ.
+
+        The copy is opaque. So is one that is packed now; both multiply the same probe, whose results must be equal bit
+        for bit. Every input stands in one row of the probe, so that a change is not lost in a long sum's rounding.
+        """
+        for layer in self._packed:
+            module: Any = layer
+            used = module.cpu_linear
+            self._pack(layer, False)
+            fresh, module.cpu_linear = module.cpu_linear, used
+            probe = _probe(module.weight)
+            found, expected = used(probe, module.weight, None), fresh(probe, module.weight, None)
+            same = (found == expected) | (found.isnan() & expected.isnan())
+            if not bool(same.all()):
+                yield module.weight, set((~same).any(0).nonzero().flatten().tolist())
+
+
+def _probe(weight: Tensor) -> Tensor:
+    """``[ROWS_PER_MATMUL, inputs]`` in the weight's dtype: a different number for every input, each in one row."""
+    inputs = weight.shape[1]
+    numbers = torch.randn(inputs, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    probe = torch.zeros(ROWS_PER_MATMUL, inputs, dtype=weight.dtype)
+    at = torch.arange(inputs)
+    probe[at % ROWS_PER_MATMUL, at] = numbers.to(weight.dtype)
+    return probe
+
 
 def check_build(gemm: str) -> None:
     """Raises EngineError unless this vLLM build and environment are what this module was written for."""

@@ -64,6 +64,14 @@ def engine_parameters(model: nn.Module) -> EngineParameters:
     return EngineParameters(tuple(parts), engine_names)
 
 
+def parts_in(parameters: EngineParameters, name: str, weight: Tensor) -> Iterator[tuple[Part, range]]:
+    """Parts that lie in the engine's parameter ``name``, and which rows of its storage ``weight`` they are."""
+    for part in parameters.parts:
+        if parameters.engine_names[part.hf_name] == name:
+            first = (part.view.data_ptr() - weight.data_ptr()) // (weight.stride(0) * weight.element_size())
+            yield part, range(first, first + part.view.shape[0])
+
+
 def check_names(parameters: EngineParameters, model_path: str) -> None:
     """Compares names and shapes with the Hugging Face architecture of the folder (built without memory).
 

@@ -45,6 +45,8 @@ class Assembled:
     """Parameters of decoder layers."""
     tied_ends: bool
     """Whether the embedding is the output layer too."""
+    by_expert: frozenset[str]
+    """Parameters of stacked experts that the folder holds expert by expert."""
     meter: WorkMeter
     reshards: bool
     """Whether units give their weights back after the forward pass."""
@@ -88,14 +90,14 @@ def assemble(
     reshards = where.fsdp is not None and reshards_after_forward(model, where.fsdp.size(where.fsdp.ndim - 1), sharding)
     materialise(model, "cpu" if sharding.offload_policy else device)
     parameters = model.hf_parameters()
-    absent = fill(
+    filled = fill(
         {name: parameter for name, parameter in parameters.items() if name in shapes},
         config.path,
         aliases=aliases,
         optional=[name for name in shapes if name.startswith("score.")] if head == "value" else [],
         shapes=shapes,
     )
-    if absent and model.last:
+    if filled.absent and model.last:
         net.reset_head()
     if adapter_shapes:
         _fill_adapters(parameters, adapter_shapes, config, seed)
@@ -108,6 +110,7 @@ def assemble(
         adapted=bool(adapter_shapes),
         layer_names=layer_names,
         tied_ends=EMBEDDING in aliases,
+        by_expert=filled.by_expert,
         meter=meter,
         reshards=reshards,
         pipeline=None if where.pp is None else Pipeline(model, dims, where.pp, dtype, device),

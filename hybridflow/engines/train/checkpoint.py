@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from hybridflow.engines.train.random_state import random_state, read_random_state, set_random_state, write_random_state
 from hybridflow.engines.train.shards import ShardWriter, agree, attempt, read, read_index
+from hybridflow.models.weight_files import block_of, expert_pieces
 from hybridflow.utils.errors import MachineError
 
 logger = logging.getLogger(__name__)
@@ -181,13 +182,15 @@ def save_hf(
     config: Any,
     *,
     names: Sequence[str],
+    by_expert: frozenset[str],
     stages: dist.ProcessGroup | None,
     source: str,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Writes a Hugging Face folder: safetensors in pieces, config, and the tokenizer files of ``source``. Collective.
 
-    One tensor at a time is gathered; rank 0 holds one piece (4 GiB) at most.
+    One tensor at a time is gathered; rank 0 holds one piece (4 GiB) at most. Parameters in ``by_expert`` are written
+    expert by expert.
 
     Raises:
         MachineError: on every rank, when rank 0 cannot write.
@@ -200,7 +203,7 @@ def save_hf(
         full = _whole(parameters.get(name), stages)
         if rank == 0 and failed is None:
             held = full.to("cpu", dtype or full.dtype, copy=True).contiguous()
-            failed = attempt(partial(pieces.add, name, held))
+            failed = attempt(partial(_add, pieces, name, held, one_by_one=name in by_expert))
     if rank == 0 and failed is None:
         failed = attempt(pieces.close)
     if rank == 0 and failed is None:
@@ -208,6 +211,15 @@ def save_hf(
     if rank == 0 and failed is None:
         failed = attempt(lambda: _copy_beside(Path(source), target))
     agree(failed, folder)
+
+
+def _add(pieces: _Pieces, name: str, held: Tensor, *, one_by_one: bool) -> None:
+    """Adds a parameter, or its experts one by one."""
+    if not one_by_one:
+        pieces.add(name, held)
+        return
+    for piece in expert_pieces(name, held.shape):
+        pieces.add(piece.stored, block_of(piece, held))
 
 
 class _Pieces:

@@ -105,6 +105,7 @@ class FSDPEngine:
         self._adapted = built.adapted
         self._layer_names, self._tied_ends = built.layer_names, built.tied_ends
         self._meter, self._pipeline = built.meter, built.pipeline
+        self._by_expert = built.by_expert
         self._done = 0
         self._saving: checkpoint.StateSave | None = None
         self._budgets = Budgets()
@@ -361,7 +362,7 @@ class FSDPEngine:
     def save_hf(self, folder: str, *, dtype: str | None = None) -> None:
         """Writes a Hugging Face folder that ``from_pretrained`` reads; None: in the dtype of the master weights.
 
-        Collective.
+        Experts are stored as in the folder that they came from: stacked, or one by one. Collective.
         """
         self._reshard()
         own, merged = self._parameters, self._merged()
@@ -370,6 +371,7 @@ class FSDPEngine:
             {name: placed_like(merged[name], held) if name in merged else held for name, held in own.items()},
             self._model.net.config,
             names=list(self._shapes),
+            by_expert=self._by_expert,
             stages=self._meshes.pp,
             source=self._config.path,
             dtype=None if dtype is None else dtype_of(dtype),

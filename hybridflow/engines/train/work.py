@@ -7,11 +7,13 @@ For a dense decoder and one packed micro-batch of N tokens in segments of l_i, o
                + 2 N W' + 2 n V' + the same attention term      W', V' what of them is trained
 
 so 6 N W + 6 n V + attention where all weights are trained. What is recomputed does not count. A prompt that rows share
-counts once, and each branch behind it adds its tokens and its pairs with the prompt.
+counts once, and each branch behind it adds its tokens and its pairs with the prompt. Of stacked experts W counts those
+that a token is routed to.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +105,12 @@ def architecture(
         layers: names inside the body's layers.
         vocabulary: columns of the head that are computed; 1 for a value head.
     """
-    sizes = {name: shapes[name][0] * shapes[name][1] for name in layers if len(shapes[name]) == 2}
+    matrices = {name: math.prod(shapes[name]) for name in layers if len(shapes[name]) in (2, 3)}
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    # A token passes through the experts that its router chose for it, of all that are stacked in dim 0.
+    sizes = {
+        name: size // shapes[name][0] * chosen if len(shapes[name]) == 3 else size for name, size in matrices.items()
+    }
     hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
     head_size = int(getattr(config, "head_dim", None) or hidden // heads)
     head = vocabulary * hidden

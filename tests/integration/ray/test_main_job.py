@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.tiny import save_tiny_model
+
 SMALL = (
     "data.train_batch_size=8",
     "data.generated_val_size=16",
@@ -122,6 +124,28 @@ def test_ppo_with_critic_reference_and_kl_in_the_reward_runs_on_two_ranks(tmp_pa
     first, second = [row for row in rows if "critic/vf_loss" in row]
     assert "actor/pg_loss" not in first and "actor/pg_loss" in second  # the critic learns alone at first
     assert math.isfinite(first["critic/vf_loss"]) and first["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.ray
+def test_a_mixture_of_experts_runs_on_two_ranks_that_share_one_generator(tmp_path):
+    """Cheaper parts of it run always: tests/integration/vllm/test_vllm_publish.py, test_engine_choices.py."""
+    sizes = {"hidden_size": 128, "head_dim": 32}  # vLLM's attention takes heads of 32 on a CPU
+    folder = save_tiny_model(tmp_path / "model", family="qwen3_moe", tied=False, **sizes)
+    steps = _trained(
+        _main_ppo(
+            tmp_path / "run",
+            "trainer.val_before_train=False",
+            "trainer.n_gpus_per_node=2",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "actor_rollout_ref.rollout.checkpoint_engine.verify=always",
+            f"actor_rollout_ref.model.path={folder}",
+        )
+    )
+    for row in steps:
+        assert row["training/rollout_log_prob_diff/max"] < 1e-5 and row["publish/ratio_to_bound"] == 1.0
+        assert row["actor/grad_norm"] > 0
 
 
 INTEGRATION = Path(__file__).parents[1]

@@ -58,3 +58,15 @@ def test_a_layout_that_vllms_own_loader_does_not_follow_is_named(make_engine, fo
     )
     with pytest.raises(EngineError, match=f"loader puts weights elsewhere: .*holds? {one}.*{other}"):
         check_loader(engine._model(), wrong)
+
+
+def test_a_packed_copy_that_is_not_of_the_weights_is_named_to_a_hundred_thousandth(engine) -> None:
+    """An update of rate 1e-6 changes weights of 0.1 by so little."""
+    assert engine.stale_copies() == []
+    name = "model.layers.1.mlp.up_proj.weight"
+    [part] = [part for part in engine.parameters().parts if part.hf_name == name]
+    part.view[5, 7] *= 1 + 1e-5
+    [line] = engine.stale_copies()
+    assert line.startswith(f"{name} ((0, 128), (0, 128)): the engine's packed copy is not of the weights")
+    engine.weights_written(1)
+    assert engine.stale_copies() == []

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from hybridflow.batch.batch import Batch
@@ -25,7 +26,7 @@ from hybridflow.hybrid_engine.start_check import check_layout
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import EngineError, StateError
 from hybridflow.utils.seeding import derive_seed
-from tests.integration.vllm.conftest import SIZES, changed, distance, forward_log_probs, load_model, write
+from tests.integration.vllm.conftest import SIZES, distance, forward_log_probs, load_model
 from tests.invariants.training_steps import LOSSES, Case, build, make_rows, own_rows
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
@@ -77,7 +78,15 @@ class Pair:
         self.tp = tp
         self.in_flight: Any = "recompute"
         self.break_at = ""
-        self.publisher = Publisher(self.shards, self.engine.parameters, self.written, verify="always", attempts=1)
+        self.forgotten: tuple[Any, Any] | None = None
+        self.publisher = Publisher(
+            self.shards,
+            self.engine.parameters,
+            self.written,
+            verify="always",
+            attempts=1,
+            stale_copies=self.engine.stale_copies,
+        )
         self.updates = 0
         self.is_last = dist.get_rank() == dist.get_world_size() - 1
 
@@ -90,6 +99,8 @@ class Pair:
 
     def written(self, version: int) -> None:
         self.engine.weights_written(version, self.in_flight)
+        if self.forgotten is not None:  # as if this layer's copy had not been packed again
+            layer, layer.cpu_linear = self.forgotten
 
     def update(self) -> None:
         rows = own_rows(make_rows(8, seed=self.updates), self.case.dims, dist.get_rank())
@@ -227,6 +238,44 @@ def drifted(pair: Pair) -> dict[str, Any]:
     return found
 
 
+def stale(pair: Pair) -> dict[str, Any]:
+    """On the last rank, the packed copy of one layer stays that of the weights before."""
+    pair.publisher.publish(40)
+    layer: Any = pair.engine._model().get_submodule("model.layers.1.mlp.gate_up_proj")
+    pair.forgotten = (layer, layer.cpu_linear) if pair.is_last else None
+    pair.update()
+    found = {"publish": _failure(lambda: pair.publisher.publish(41)), "step": _failure(pair.engine.step)}
+    pair.forgotten = None
+    pair.publisher.publish(42)
+    found["next"] = pair.off(generate(pair.engine, requests(42)))
+    return found
+
+
+def experts(folder: str, scratch: Path, tp: int) -> dict[str, Any]:
+    """A mixture of experts, whose folder has them one by one: trained, published, exported."""
+    pair = Pair(folder, tp)
+    assert check_layout(
+        pair.engine.parameters(), AutoConfig.from_pretrained(folder), tp=tp, tp_rank=dist.get_rank() % tp
+    )
+    return {"steps": several_steps(pair), "export": read_by_vllm(pair, scratch / "experts")}
+
+
+def read_by_vllm(pair: Pair, folder: Path) -> dict[str, Any]:
+    """What vLLM's own loader makes of the exported folder, against what a publish has written."""
+    pair.publisher.publish(50)
+    pair.trainer.save_hf(str(folder))
+    dist.barrier()
+    stored, parts = load_file(folder / "model.safetensors"), pair.engine.parameters().parts
+    published = [part.view.clone() for part in parts]
+    with torch.no_grad():
+        for part in parts:
+            part.view.zero_()
+        inner: Any = pair.engine._model()
+        inner.load_weights(stored.items())
+    names = [part.hf_name for part, want in zip(parts, published, strict=True) if not torch.equal(part.view, want)]
+    return {"differ": names, "stored": set(stored), "parts": {part.hf_name for part in parts}}
+
+
 def _failure(action: Any) -> str:
     try:
         action()
@@ -243,7 +292,7 @@ def layout_word(pair: Pair, folder: str, tp: int) -> list[str]:
     return [_failure(lambda: check_layout(parameters, config, tp=2, tp_rank=1 - at))]
 
 
-def train_and_generate(folder: str, scratch: str, tp: int) -> dict[str, Any]:
+def train_and_generate(folder: str, of_experts: str, scratch: str, tp: int) -> dict[str, Any]:
     pair = Pair(folder, tp)
     return {
         "layout": layout_word(pair, folder, tp),
@@ -251,6 +300,8 @@ def train_and_generate(folder: str, scratch: str, tp: int) -> dict[str, Any]:
         "in flight": in_flight(pair, Path(scratch)),
         "broken": broken_midway(pair),
         "drift": drifted(pair),
+        "stale": stale(pair),
+        "experts": experts(of_experts, Path(scratch), tp),
     }
 
 
@@ -266,13 +317,15 @@ CASES = [
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     world, tp = request.param
     folder = save_tiny_model(tmp_path_factory.mktemp("tiny"), **SIZES)
+    of_experts = save_tiny_model(tmp_path_factory.mktemp("experts"), family="qwen3_moe", tied=False, **SIZES)
     scratch = tmp_path_factory.mktemp("saved")
-    return run_ranks(world, train_and_generate, str(folder), str(scratch), tp, deadline_s=170)
+    return run_ranks(world, train_and_generate, str(folder), str(of_experts), str(scratch), tp, deadline_s=170)
 
 
-def test_after_every_optimizer_step_the_samplers_log_probs_are_the_trainers(found) -> None:
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_after_every_optimizer_step_the_samplers_log_probs_are_the_trainers(found, kind: str) -> None:
     for rank in found:
-        steps = rank["steps"]
+        steps = rank["steps"] if kind == "dense" else rank["experts"]["steps"]
         assert max(steps["after"]) <= TOLERANCE
         assert min(steps["control"]) > 100 * TOLERANCE
         assert steps["versions"] == set(range(STEPS))
@@ -321,35 +374,25 @@ def test_weights_that_change_by_themselves_are_named_and_a_new_storage_is_found(
         assert drift["moved storage"] <= TOLERANCE
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+def test_a_packed_copy_that_was_not_renewed_is_named_and_no_token_comes_from_it(found) -> None:
+    for rank in found:
+        failure = rank["stale"]["publish"]
+        assert "the generator does not compute with the weights that it holds" in failure
+        lines = [line for line in failure.splitlines() if "packed copy is not of" in line]
+        assert [line.partition(" ")[0] for line in lines] == [
+            f"model.layers.1.mlp.{half}_proj.weight" for half in ("gate", "up")
+        ]
+        assert all(line.endswith(f"on generator rank {len(found) - 1}") for line in lines)
+        assert rank["stale"]["step"].startswith("StateError: step: the engine holds no published weights")
+        assert rank["stale"]["next"] <= TOLERANCE
 
 
-def mixture_of_experts(folder: str, tp: int) -> list[tuple[float, float]]:
-    """Distance of log-probs to the written weights' and to the other weights', for two weights in turn.
-
-    The training engine does not read folders of experts, so transformers' model is written slice by slice.
-    """
-    engine = build_engine(folder, tp)
-    assert check_layout(engine.parameters(), AutoConfig.from_pretrained(folder), tp=tp, tp_rank=dist.get_rank() % tp)
-    first = load_model(Path(folder))
-    second = changed(first)
-    found = []
-    for version, (model, other) in enumerate([(first, second), (second, first)]):
-        write(engine, model, version)
-        for one in generate(engine, requests(version)):
-            prompt = PROMPTS[int(one.request_id)]
-            near, far = (distance(one.log_probs, forward_log_probs(m, prompt, one.token_ids)) for m in (model, other))
-            found.append((near, far))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 2)])
-def test_experts_are_written_slice_by_slice(tmp_path: Path, world: int, tp: int) -> None:
-    folder = save_tiny_model(tmp_path / "experts", family="qwen3_moe", tied=False, **SIZES, **EXPERTS)
-    for rank in run_ranks(world, mixture_of_experts, str(folder), tp, deadline_s=120):
-        assert max(near for near, _ in rank) <= TOLERANCE
-        assert min(far for _, far in rank) > 100 * TOLERANCE
+def test_an_exported_mixture_of_experts_is_read_by_vllm_as_it_was_published(found) -> None:
+    for rank in found:
+        export = rank["experts"]["export"]
+        assert export["differ"] == []
+        assert "model.layers.1.mlp.experts.3.up_proj.weight" in export["stored"]
+        assert "model.layers.1.mlp.experts.gate_up_proj" in export["parts"]
 
 
 def test_the_layout_that_vllm_stores_is_the_one_that_the_rules_predict(found) -> None:

@@ -31,6 +31,7 @@ def tiny_shapes(
     tied: bool = False,
     norms: bool = False,
     experts: int = 0,
+    one_by_one: bool = False,
     head_size: int = 4,
 ) -> ModelShapes:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
@@ -45,9 +46,14 @@ def tiny_shapes(
             shapes[f"{at}self_attn.q_norm.weight"] = shapes[f"{at}self_attn.k_norm.weight"] = (head_size,)
         if experts:
             shapes[f"{at}mlp.gate.weight"] = (experts, hidden)
+        for expert in range(experts if one_by_one else 0):
+            for leaf in ("gate", "up"):
+                shapes[f"{at}mlp.experts.{expert}.{leaf}_proj.weight"] = (inner, hidden)
+            shapes[f"{at}mlp.experts.{expert}.down_proj.weight"] = (hidden, inner)
+        if experts and not one_by_one:
             shapes[f"{at}mlp.experts.gate_up_proj"] = (experts, 2 * inner, hidden)
             shapes[f"{at}mlp.experts.down_proj"] = (experts, hidden, inner)
-        else:
+        if not experts:
             shapes[f"{at}mlp.gate_proj.weight"] = shapes[f"{at}mlp.up_proj.weight"] = (inner, hidden)
             shapes[f"{at}mlp.down_proj.weight"] = (hidden, inner)
         shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (hidden,)
@@ -65,7 +71,9 @@ MODELS = {
     "query-key norms": tiny_shapes("Qwen3ForCausalLM", norms=True, kv_heads=4),
     "uneven": tiny_shapes(hidden=36, inner=20, vocabulary=54, bias=True),
     "experts": tiny_shapes("Qwen3MoeForCausalLM", norms=True, experts=4, inner=8),
+    "experts, one by one": tiny_shapes("Qwen3MoeForCausalLM", norms=True, experts=4, inner=8, one_by_one=True),
 }
+_EXPERT = re.compile(r"(?P<prefix>.+\.experts)\.(?P<expert>\d+)\.(?P<leaf>gate|up|down)_proj\.weight")
 
 
 def training_layouts(world: int, rollout_tp: int) -> list[TrainingLayout]:
@@ -102,16 +110,21 @@ def shards_of(slices: Sequence[Slice], full: Mapping[str, Tensor], rank: int) ->
 def parts_of(
     slices: Sequence[Slice], shapes: Mapping[str, Sequence[int]], rank: int, dtype: torch.dtype
 ) -> EngineParameters:
-    """The generator's side of one rank, fused as vLLM fuses: qkv_proj, gate_up_proj and stacked expert inputs."""
+    """The generator's side of one rank, fused as vLLM fuses: qkv_proj, gate_up_proj, and experts in w13 and w2."""
     fused: dict[str, list[tuple[Slice, Box]]] = {}
     for piece in slices:
         box = piece.needed[rank]
         if box is not None:
-            fused.setdefault(re.sub(r"\b(?:[qkv]_proj|gate_proj|up_proj)\b", "fused", piece.name), []).append(
-                (piece, box)
-            )
+            name = re.sub(r"\b(?:[qkv]_proj|gate_proj|up_proj)\b", "fused", piece.name)
+            expert = _EXPERT.fullmatch(piece.name)
+            if expert is not None:
+                name = f"{expert['prefix']}.{'w2' if expert['leaf'] == 'down' else 'w13'}"
+            fused.setdefault(name, []).append((piece, box))
     parts = []
     for name, members in fused.items():
+        if name.endswith((".w13", ".w2")):
+            parts += _stacked(members, shapes, dtype)
+            continue
         dim = 1 if "experts" in name and len(members) > 1 else 0
         shape = list(extents(members[0][1]))
         shape[dim] = sum(extents(box)[dim] for _, box in members)
@@ -122,6 +135,23 @@ def parts_of(
             parts.append(Part(piece.name, storage.narrow(dim, start, length), box, tuple(shapes[piece.name])))
             start += length
     return EngineParameters(tuple(parts))
+
+
+def _stacked(
+    members: Sequence[tuple[Slice, Box]], shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
+) -> list[Part]:
+    """Views of one storage: ``w13`` is ``[experts, gate | up, d]``, ``w2`` is ``[experts, d, n]``."""
+    found = [(_EXPERT.fullmatch(piece.name), piece, box) for piece, box in members]
+    halves = 1 if any(match and match["leaf"] == "down" for match, _, _ in found) else 2
+    rows, columns = extents(members[0][1])
+    storage = torch.full((len(members) // halves, halves * rows, columns), float("nan"), dtype=dtype)
+    parts = []
+    for match, piece, box in found:
+        assert match is not None
+        start = rows if match["leaf"] == "up" else 0
+        view = storage[int(match["expert"])].narrow(0, start, rows)
+        parts.append(Part(piece.name, view, box, tuple(shapes[piece.name])))
+    return parts
 
 
 def wrong_parts(parts: EngineParameters, full: Mapping[str, Tensor]) -> list[str]:

@@ -70,9 +70,15 @@ def publish_three_times(tp: int) -> dict:
     base, told = full_weights(MODEL.shapes), []
     parts = parts_of(slices, MODEL.shapes, rank, torch.float32)
     now = adapter_weights(1)
+    asked: list[int] = []
+
+    def stale() -> tuple[str, ...]:
+        asked.append(told[-1])
+        return ()
+
     publisher = AdapterPublisher(
         lambda: shards_of(slices, base, rank), lambda: chunks(now, rank, world), lambda: parts, told.append,
-        scale=SCALE, rank=RANK, bucket_bytes=BUCKET, verify="always",
+        scale=SCALE, rank=RANK, bucket_bytes=BUCKET, verify="always", stale_copies=stale,
     )  # fmt: skip
     first = publisher.publish(0)
     far = far_parts(parts, merged(base, now))
@@ -90,6 +96,7 @@ def publish_three_times(tp: int) -> dict:
     return {
         "far": far,
         "told": [version for version in told if version != NO_VERSION],
+        "asked": asked,
         "first": first["publish/bytes"],
         "last": last["publish/bytes"],
         "ratio": last["publish/ratio_to_bound"],
@@ -108,6 +115,7 @@ def test_only_adapters_move_and_the_generator_holds_the_merged_weights(world, tp
     for found in run_ranks(world, publish_three_times, tp):
         assert found["far"] == [] and found["drifted"] == []
         assert found["told"] == [0, 1, 2, 3]
+        assert found["asked"] == [0, 1, 2, 3]  # for stale copies, once adapters are merged: those of the base are stale
         assert found["last"] + found["local"] == found["needed"]  # A and B of what is stored here, nothing else
         assert found["ratio"] == 1.0
         assert found["peak"] <= 2 * BUCKET

@@ -222,3 +222,34 @@ def test_weights_that_changed_by_themselves_stop_the_next_publish_and_the_one_af
 def test_an_unknown_verify_mode_is_refused():
     with pytest.raises(EngineError, match="verify='sometimes' is unknown: use first, always or never"):
         Sides().publisher(verify="sometimes")
+
+
+@pytest.mark.parametrize(("verify", "finds"), [("first", False), ("always", True)])
+def test_copies_that_the_generator_computes_with_are_asked_for_after_it_was_told(verify, finds):
+    sides = Sides()
+    line, asked = f"{WEIGHT} ((0, 8), (0, 4)): the engine's packed copy is not of the weights that it holds", []
+
+    def stale():
+        asked.append(sides.told[-1])
+        return [line] if planted else []
+
+    publisher = sides.publisher(verify=verify, attempts=1, stale_copies=stale)
+    planted = False
+    publisher.publish(0)
+    assert asked == [0]  # not before: copies follow when the generator is told
+    planted = True
+    if finds:
+        with pytest.raises(EngineError, match="while comparing packed copies") as caught:
+            publisher.publish(1)
+        assert f"{line} on generator rank 0" in str(caught.value)
+        assert publisher.version == NO_VERSION and sides.told[-1] == NO_VERSION
+    else:
+        publisher.publish(1)
+        assert asked == [0]
+
+
+def test_a_copy_that_is_fresh_at_the_second_try_is_taken():
+    sides = Sides()
+    answers = [["a.weight: stale"], []]
+    metrics = sides.publisher(stale_copies=lambda: answers.pop(0)).publish(5)
+    assert metrics["publish/retries"] == 1 and sides.told == [NO_VERSION, 5, NO_VERSION, 5]

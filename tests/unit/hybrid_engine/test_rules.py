@@ -81,6 +81,23 @@ def test_stacked_experts_are_cut_inside_each_expert_or_by_expert():
     assert whole == [(((0, 3), (0, 12), (0, 8)),), (((3, 5), (0, 12), (0, 8)),)]
 
 
+def test_experts_one_by_one_are_cut_as_the_stacked_ones_are():
+    experts, inner, hidden, tp = 3, 8, 4, 2
+    stacked_in, stacked_out = (experts, 2 * inner, hidden), (experts, hidden, inner)
+    for rank in range(tp):
+        gate, up = boxes(LAYER + "mlp.experts.gate_up_proj", stacked_in, tp, rank, "Qwen3MoeForCausalLM")
+        [down] = boxes(LAYER + "mlp.experts.down_proj", stacked_out, tp, rank, "Qwen3MoeForCausalLM")
+        for expert in range(experts):
+            prefix = f"{LAYER}mlp.experts.{expert}."
+            [one] = boxes(prefix + "gate_proj.weight", (inner, hidden), tp, rank, "Qwen3MoeForCausalLM")
+            [two] = boxes(prefix + "up_proj.weight", (inner, hidden), tp, rank, "Qwen3MoeForCausalLM")
+            [three] = boxes(prefix + "down_proj.weight", (hidden, inner), tp, rank, "Qwen3MoeForCausalLM")
+            assert one == two == gate[1:] and three == down[1:]
+            assert tuple(n - inner for n in up[1]) == two[0]
+        with pytest.raises(ConfigError, match="expert parallelism needs the experts of a layer stacked"):
+            boxes(prefix + "up_proj.weight", (inner, hidden), tp, rank, "Qwen3MoeForCausalLM", expert_parallel=True)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_every_parameter_of_every_family_is_covered_exactly(family, tp):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hybridflow.topology.parallel import ParallelDims
@@ -15,6 +16,7 @@ from hybridflow.utils.errors import MachineError
 from tests.invariants.training_steps import LOSSES, Case, add_value_head, assemble, blocks, build, make_rows, own_rows
 from tests.ranks import run_ranks
 from tests.tiny import save_tiny_model
+from tests.unit.models.test_load import stack_experts
 
 ADAM = {"optimizer": "AdamW", "lr": 1e-2, "lr_scheduler_type": "linear", "lr_warmup_steps": 1}
 LONG = {"total_steps": 10}
@@ -113,6 +115,23 @@ def test_an_exported_model_loads_in_transformers(folder: str, dims: ParallelDims
         assert torch.equal(parameter, full[name]), name
     assert (tmp_path / "hf" / "tokenizer.json").exists()
     assert build(Case(str(tmp_path / "hf"))).parameter_shapes().keys() == full.keys()
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["one by one", "stacked"])
+def test_exported_experts_have_the_form_of_the_folder_they_came_from(stacked: bool, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", family="qwen3_moe")
+    if stacked:
+        stack_experts(folder)
+    case = Case(str(folder), dims=DP2, optim=ADAM, engine=LONG)
+    ranks = run(case, None, 1, None, str(tmp_path / "hf"))
+    full = assemble([rank["blocks"] for rank in ranks])
+    exported, source = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", folder))
+    assert {name: value.shape for name, value in exported.items()} == {n: v.shape for n, v in source.items()}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, full[name]), name
+        assert not torch.equal(parameter, before[name]), name
 
 
 def test_an_exported_critic_is_a_token_classifier_of_transformers(folder: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hybridflow.models.packing import row_tokens
 from hybridflow.topology.parallel import ParallelDims
 from tests.invariants.training_steps import LOSSES, Case, build, make_rows, own_rows
 from tests.ranks import run_ranks
-from tests.tiny import VOCABULARY, save_tiny_model
+from tests.tiny import EXPERTS, VOCABULARY, save_tiny_model
 
 NUMBERS = Architecture(
     layer_weights=100,
@@ -63,6 +64,15 @@ def work(case: Case) -> Work:
     rows = own_rows(make_rows(case.rows), case.dims, dist.get_rank() if dist.is_initialized() else 0)
     engine.update(rows, LOSSES[case.head], temperature=1.0, micro=case.micro, counts=engine.counts(rows))
     return engine.work()
+
+
+def test_a_token_pays_for_the_experts_that_it_is_routed_to(tmp_path: Path) -> None:
+    of_experts = save_tiny_model(tmp_path / "experts", family="qwen3_moe")
+    width = EXPERTS["num_experts_per_tok"] * EXPERTS["moe_intermediate_size"]
+    dense = save_tiny_model(tmp_path / "dense", family="qwen3", intermediate_size=width)
+    one, other = (work(Case(str(folder))) for folder in (of_experts, dense))
+    router = 2 * EXPERTS["num_experts"] * 64  # in two layers of width 64
+    assert one.flops == pytest.approx(other.flops + 6 * one.tokens * router)
 
 
 @pytest.mark.parametrize(
