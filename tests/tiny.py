@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -25,9 +32,13 @@ _FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "gemma": (GemmaConfig, GemmaForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 """Sizes of the mixture of experts."""
+_MORE: dict[str, dict[str, Any]] = {"qwen3_moe": EXPERTS, "mistral": {"sliding_window": None}}
 
 
 def save_tiny_model(
@@ -47,8 +58,6 @@ def save_tiny_model(
         head_dim=16,
         max_position_embeddings=256,
     )
-    if family == "qwen3_moe":
-        sizes |= EXPERTS
     config = config_class(
         vocab_size=len(VOCABULARY) + extra_rows,
         pad_token_id=0,
@@ -56,7 +65,7 @@ def save_tiny_model(
         bos_token_id=2,
         tie_word_embeddings=tied,
         initializer_range=0.1,
-        **{**sizes, **overrides},
+        **{**sizes, **_MORE.get(family, {}), **overrides},
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -187,8 +187,9 @@ class WeightTransferConfig(Section):
     update_weights_bucket_megabytes: PositiveInt = 64
     """Size of a transfer bucket; at most two exist per rank."""
     verify: Annotated[str, OneOf(VERIFY_MODES)] = "first"
-    """When checksums of the generator's weights are compared with the actor's: at the first transfer, or always; then
-    also, before each, with what the last one left, so that weights that changed on their own stop the run."""
+    """When checksums of the generator's weights are compared with the actor's, and copies of them that its kernels have
+    packed with the weights: at the first transfer, or always; then also, before each, with what the last one left, so
+    that weights that changed on their own stop the run."""
     in_flight: Annotated[str, OneOf(IN_FLIGHT)] = "recompute"
     """What becomes of requests under which weights change: their keys and values are computed again, or kept (those of
     the old weights), or the requests are handed out as they are, invalid as samples (abort)."""

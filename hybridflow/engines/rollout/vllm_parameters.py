@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -245,4 +245,5 @@ _LAYOUTS: tuple[tuple[type[nn.Module], Layout], ...] = (
     (ReplicatedLinear, _replicated),
     (RoutedExperts, _experts),
     (RMSNorm, _replicated),
+    (GemmaRMSNorm, _replicated),
 )

@@ -60,7 +60,8 @@ def test_every_misfit_is_named_with_both_shapes_before_anything_is_written():
     text = str(caught.value)
     assert f"missing: the generator needs {HEAD} [6, 4]" in text
     assert "extra: the trainer owns model.norm.weight [4]" in text
-    assert f"shape: {WEIGHT} is [8, 5] in the trainer and [8, 4] in the generator" in text
+    boxes = "trainer rank 0 holds ((0, 8), (0, 5)), generator rank 0 holds ((0, 8), (0, 4))"
+    assert f"shape: {WEIGHT} is [8, 5] in the trainer and [8, 4] in the generator ({boxes})" in text
     assert "nothing was written" in text
     assert all(not tensor.any() for tensor in sides.storage.values())
     assert sides.told == []
