@@ -100,7 +100,7 @@ def picture() -> str:
         rect(150, legend_y - 12, 18, 14, OWNED),
         text(176, legend_y, "owned by the trainer on this rank", 13, anchor="start"),
         rect(420, legend_y - 12, 18, 14, NEEDED),
-        text(446, legend_y, "needed by the generator on this rank", 13, anchor="start"),
+        text(446, legend_y, "needed by the generator and not owned", 13, anchor="start"),
         f'<line x1="720" y1="{legend_y - 5}" x2="756" y2="{legend_y - 5}" {ARROW}/>',
         text(766, legend_y, "micro-DP group", 13, anchor="start"),
     ]

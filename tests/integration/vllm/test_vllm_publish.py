@@ -293,15 +293,16 @@ def layout_word(pair: Pair, folder: str, tp: int) -> list[str]:
 
 
 def train_and_generate(folder: str, of_experts: str, scratch: str, tp: int) -> dict[str, Any]:
+    with_experts = experts(of_experts, Path(scratch), tp)  # first: vLLM makes its groups once, those of experts too
     pair = Pair(folder, tp)
     return {
+        "experts": with_experts,
         "layout": layout_word(pair, folder, tp),
         "steps": several_steps(pair),
         "in flight": in_flight(pair, Path(scratch)),
         "broken": broken_midway(pair),
         "drift": drifted(pair),
         "stale": stale(pair),
-        "experts": experts(of_experts, Path(scratch), tp),
     }
 
 
