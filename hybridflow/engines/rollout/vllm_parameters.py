@@ -141,7 +141,7 @@ def _layout(name: str, module: nn.Module) -> Layout:
             return layout
     raise EngineError(
         f"no layout is known for parameter {name} of module {type(module).__name__}; vLLM rollout supports "
-        "Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE models, unquantised"
+        "Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Gemma models, unquantised"
     )
 
 
