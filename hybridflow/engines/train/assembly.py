@@ -99,8 +99,7 @@ def assemble(
     )
     if filled.absent and model.last:
         net.reset_head()
-    if adapter_shapes:
-        _fill_adapters(parameters, adapter_shapes, config, seed)
+    _fill_adapters(parameters, adapter_shapes, config, seed)
     dtype = dtype_of(sharding.mixed_precision.param_dtype)
     return Assembled(
         model=model,
@@ -168,6 +167,8 @@ def _fill_adapters(
     config: ModelConfig,
     seed: int,
 ) -> None:
+    if not shapes:
+        return
     if config.lora_adapter_path is not None:
         optional.load(f"{LORA}:load_adapters")(parameters, shapes, config.lora_adapter_path)
     else:
