@@ -14,13 +14,13 @@ from rich.console import Console
 from hybridflow.algorithms.kl import KL_CONTROLLERS
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.builtin import model_folder
-from hybridflow.data.dataset import build_datasets
 from hybridflow.data.loader import PromptLoader, validation_batches
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.dispatch.group import Fetched, WorkerGroup
 from hybridflow.launch.cluster import ClusterStart
 from hybridflow.launch.groups import open_groups
 from hybridflow.launch.plan import RunPlan
+from hybridflow.launch.prompts import read_prompts
 from hybridflow.launch.restart import told_at_once, try_again
 from hybridflow.launch.signals import Interrupted, StopSignals
 from hybridflow.launch.specs import OBSERVER, ModelSource, worker_specs
@@ -140,10 +140,10 @@ def _assemble(tries: _Tries, start: StartUp, stack: ExitStack) -> tuple[PPOTrain
         with start.phase("start processes"):
             groups = open_groups(config, plan, worker_specs(config, plan, source, known), stack)
         with start.phase("data"):
-            train, validation = build_datasets(config.data, tokenizer, config.trainer.seed)
+            train, validation = read_prompts(config, tokenizer)
     else:
         with start.phase("data"):
-            train, validation = build_datasets(config.data, tokenizer, config.trainer.seed)
+            train, validation = read_prompts(config, tokenizer)
         with start.phase("start processes"):
             specs = worker_specs(config, plan, source, plan.batch.steps(len(train)))
             groups = open_groups(config, plan, specs, stack)

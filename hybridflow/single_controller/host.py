@@ -154,6 +154,8 @@ def open_world(
 ) -> None:
     """Initialises torch.distributed; every rank of the group calls it once. A process of one rank may call it again.
 
+    ``timeout_s`` is the deadline of collectives in this world and in every group that is made of it later.
+
     Raises:
         StateError: when this process already belongs to a world of another size.
     """
@@ -164,6 +166,10 @@ def open_world(
         return
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    if world > 1:
+        # Meshes, pipelines and vLLM make groups of their own and name no timeout: torch (2.13) then takes these two
+        # numbers, half an hour and ten minutes, and not what the world was given.
+        dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
 
 
 def interface_of(address: str) -> str | None:

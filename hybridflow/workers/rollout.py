@@ -90,6 +90,7 @@ class RolloutWorker:
             eos_token_ids=eos_token_ids,
             vocab_limit=vocab_limit,
             seed=config.trainer.seed,
+            lockstep_timeout_s=float(config.actor_rollout_ref.nccl_timeout),
         )
         stored = self.engine.parameters()
         self._flops = TokenFlops(stored.parts)

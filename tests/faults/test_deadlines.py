@@ -2,14 +2,15 @@
 
     wait                            deadline                            here
     call on a worker (Ray, local)   trainer.timeouts.* by phase         generation, weights, checkpoint, scoring
-    collective                      actor_rollout_ref.nccl_timeout      a rank that comes late; one that is stopped
-    engine step of several ranks    the same (engines/rollout/lockstep) tests/integration/vllm/test_vllm_ranks.py
+    collective                      actor_rollout_ref.nccl_timeout      late, stopped, or never out of an update's loss
+    engine step of several ranks    the same (engines/rollout/lockstep) a rank of a vLLM engine that stops stepping
     reward call                     reward.timeout_s                    tests/unit/rewards/test_runner.py
     driver's part of a checkpoint   trainer.timeouts.save_s             a file system that does not come back
     start of Ray                    trainer.timeouts.start_s            an address where nobody answers
+    reading of prompts              trainer.timeouts.start_s            a data set that does not come
     lock between waiting threads    that of the call that holds it      two threads that wait for one group
 
-Reading training data waits for nothing but the disk: it happens in the driver, without workers.
+Prompts are read once, before the first step; from then on they come out of the driver's memory.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from hybridflow.launch import specs
 from hybridflow.single_controller import health
 from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.utils.errors import DeadlineError, WorkerError
 from tests import ranks
+from tests.faults import stopping
 from tests.faults.job import start_job
 from tests.jobs import run_job
 from tests.unit.single_controller.contract import SPECS
@@ -99,6 +102,55 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named_when_its_deadline_pa
         assert (tmp_path / "stacks_local_rank0.txt").exists() and (tmp_path / "stacks_driver.txt").exists()
     finally:
         group.shutdown()
+
+
+def assert_stopped_rank_is_named(folder: Path, said: str, *, role: str, method: str, stands_in: str) -> None:
+    """Who arrived, who did not, and the stacks of both in the run's folder."""
+    assert f"role {role!r}, rank 0 of 2 (node {os.uname().nodename}, pid " in said and f"{method} raised" in said
+    assert "did not answer: rank 1 of 2 (node" in said
+    assert f"in {stands_in}" in (folder / "stacks" / "stacks_main_rank1.txt").read_text()
+    assert {path.name for path in (folder / "stacks").iterdir()} >= {"stacks_main_rank0.txt", "stacks_driver.txt"}
+
+
+def test_a_rank_that_stops_before_a_reduction_of_an_update_is_named_when_nccl_timeout_has_passed(tmp_path):
+    """The groups of a mesh have the deadline too, not only the world (torch gives them half an hour)."""
+    loss = stopping.loss_of_a_rank_that_stops
+    mode = {"actor_rollout_ref.actor.policy_loss.loss_mode": f"{loss.__module__}:{loss.__name__}"}
+    begun = time.monotonic()
+    with pytest.raises(WorkerError) as got:
+        run_job(tmp_path, **TWO | mode | {"actor_rollout_ref.nccl_timeout": 4})
+    assert time.monotonic() - begun < 40
+    assert_stopped_rank_is_named(tmp_path, str(got.value), role="actor", method="update_actor", stands_in=loss.__name__)
+
+
+@pytest.mark.vllm
+def test_a_rank_of_a_generator_that_stops_stepping_is_named_when_nccl_timeout_has_passed(tmp_path, monkeypatch):
+    monkeypatch.setitem(specs.WORKERS, "rollout", f"{stopping.__name__}:{stopping.StoppingRollout.__name__}")
+    options = TWO | {
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+        "actor_rollout_ref.nccl_timeout": 10,
+    }
+    with pytest.raises(WorkerError) as got:
+        run_job(tmp_path, **options)
+    said = str(got.value)
+    assert "tensor-parallel ranks [0, 1]: no common step within 10 s" in said
+    assert_stopped_rank_is_named(
+        tmp_path, said, role="rollout", method="generate_sequences", stands_in="_between_steps"
+    )
+
+
+def test_prompts_that_are_not_read_within_start_s_are_named(tmp_path):
+    rows = stopping.rows_that_do_not_come
+    options = {
+        "data.custom_cls.path": stopping.__file__,
+        "data.custom_cls.name": rows.__name__,
+        "data.train_files": ["far.away"],
+        "trainer.timeouts.start_s": 1.5,
+    }
+    with pytest.raises(DeadlineError, match=r"not read and encoded its prompts after 1.5 s .*start_s\): far.away"):
+        run_job(tmp_path, **options)
+    assert f"in {rows.__name__}" in (tmp_path / "stacks" / "stacks_driver.txt").read_text()
 
 
 def test_a_rank_in_native_code_that_holds_the_interpreter_still_shows_its_stack(tmp_path):

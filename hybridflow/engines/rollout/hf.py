@@ -69,6 +69,7 @@ class HFEngine:
         eos_token_ids: tuple[int, ...] | None = None,
         vocab_limit: int | None = None,
         seed: int = 0,
+        lockstep_timeout_s: float = 120.0,
     ) -> None:
         """A model with the folder's architecture and weights yet to be written.
 
@@ -76,6 +77,7 @@ class HFEngine:
             eos_token_ids: ids that end every response; None: those the model folder names.
             vocab_limit: ids from here on are never sampled (rows of the embedding beyond the tokenizer).
             seed: of the weights before the first publish; nothing is sampled from them.
+            lockstep_timeout_s: has no effect: one rank waits for no peer.
 
         Raises:
             EngineError: for more than one tensor-parallel rank.
