@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybridflow.engines.train.hollow import is_hollow
 
 LAYER = "MLP"
 """Part of the class name of the module at which memory ends."""
@@ -33,6 +36,8 @@ def memory_ends(*, call: int, where: str, kind: str = "cuda", above_tokens: int 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         if LAYER not in type(module).__name__ or not isinstance(output, Tensor):
             return
+        if is_hollow(output.to_local() if isinstance(output, DTensor) else output):
+            return  # takes no memory
         tokens = output.shape[-2]
         seen.append(tokens)
         if tokens <= above_tokens:

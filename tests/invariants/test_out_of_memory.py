@@ -148,19 +148,50 @@ def test_a_row_that_never_fits_is_an_error_with_tokens_and_consumers_on_every_ra
     assert len({tuple(errors) for errors in found}) == 1
 
 
-def test_ranks_that_exchange_activations_do_not_try_again(folder: str) -> None:
-    """Memory ends on both: a peer would wait for the one that failed until the driver ends it."""
-    both = run_ranks(2, sequence_parallel, Case(folder, dims=ParallelDims(sp=2)))
-    assert all("cannot try again by themselves" in text for text in both)
+MODEL_PARALLEL = {
+    "sp 2": ParallelDims(sp=2),
+    "tp 2": ParallelDims(tp=2),
+    "pp 2": ParallelDims(pp=2),
+}
 
 
-def sequence_parallel(case: Case) -> str:
-    engine = build(case)
-    rows = make_rows(case.rows)
-    counts = engine.counts(rows)
-    with memory_ends(call=0, where="forward"), pytest.raises(DeviceMemoryError) as got:
-        engine.update(rows, LOSSES["lm"], temperature=1.0, micro=case.micro, counts=counts)
-    return str(got.value)
+@pytest.mark.parametrize(
+    "hungry", [(1,), pytest.param((0, 1), marks=pytest.mark.slow)], ids=["one runs out", "both run out"]
+)
+@pytest.mark.parametrize("layout", MODEL_PARALLEL)
+def test_ranks_that_exchange_activations_are_met_with_the_sizes_they_expect(
+    folder: str, layout: str, hungry: tuple[int, ...]
+) -> None:
+    places = [(0, "forward"), (LAYERS, "forward"), (1, "backward")] if len(hungry) == 1 else PLACES
+    case = Case(folder, dims=MODEL_PARALLEL[layout], rows=12)
+    for results in run_ranks(2, two_steps, case, places, hungry, "cuda", deadline_s=100.0):
+        assert_equal_steps(results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(dp_shard=2, tp=2),
+        ParallelDims(sp=2, tp=2),
+        ParallelDims(dp_shard=2, sp=2),
+        ParallelDims(dp_shard=2, pp=2),
+        ParallelDims(pp=2, tp=2),
+    ],
+    ids=lambda dims: " ".join(f"{name} {size}" for name, size in dims.degrees.items() if size > 1),
+)
+def test_that_holds_for_products_of_layouts(folder: str, dims: ParallelDims) -> None:
+    case = Case(folder, dims=dims, rows=24)
+    for results in run_ranks(4, two_steps, case, PLACES, (2,), "cuda", deadline_s=250.0):
+        assert_equal_steps(results)
+
+
+@pytest.mark.parametrize("layout", MODEL_PARALLEL)
+def test_a_row_that_never_fits_is_an_error_on_every_rank_of_any_layout(folder: str, layout: str) -> None:
+    found = run_ranks(2, never_enough, Case(folder, dims=MODEL_PARALLEL[layout]))
+    for update, forward in found:
+        assert "rank 1 ran out of memory in the update pass over a single row" in update
+        assert "the forward pass over a single row" in forward
 
 
 def test_a_budget_is_halved_from_what_was_too_much_and_stays_small() -> None:

@@ -120,6 +120,7 @@ class FSDPEngine:
             dims=dims,
             device=device,
             reduced_over=self._meshes.reduced_over,
+            exchange_activations=self._meshes.exchange_activations,
             budgets=self._budgets,
             optimizer=self._optimizer,
             share_prompts=share_prompts,

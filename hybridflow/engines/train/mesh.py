@@ -33,6 +33,12 @@ class Meshes:
         """Ranks whose gradients FSDP averages."""
         return 1 if self.fsdp is None else self.fsdp.size()
 
+    @property
+    def exchange_activations(self) -> list[dist.ProcessGroup]:
+        """Groups in which layers exchange activations by collectives: those of tensor and sequence parallelism."""
+        tp = [] if self.tp is None else [self.tp.get_group()]
+        return tp if self.sp is None else [*tp, self.sp]
+
 
 def meshes(dims: ParallelDims, device_type: str, shard_order: Sequence[int] | None, *, always_fsdp: bool) -> Meshes:
     """The meshes of this rank. Collective: every rank calls it with equal arguments.

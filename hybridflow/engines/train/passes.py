@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -37,6 +38,7 @@ class Passes:
         dims: the layout.
         device: ``cpu`` or ``cuda:i``.
         reduced_over: ranks over which FSDP averages gradients; losses are scaled by their number.
+        exchange_activations: groups in which this rank's layers exchange activations (tp, sp).
         budgets: micro-batches of passes that ran out of memory before.
         optimizer: its gradients are dropped before each attempt; None: the model is frozen.
         share_prompts: whether rows of equal prompts in a micro-batch are encoded behind one copy of it.
@@ -49,6 +51,7 @@ class Passes:
         dims: ParallelDims,
         device: str,
         reduced_over: int,
+        exchange_activations: Sequence[dist.ProcessGroup],
         budgets: Budgets,
         optimizer: Optimizer | None,
         share_prompts: bool,
@@ -59,6 +62,7 @@ class Passes:
         self._dims = dims
         self._device = device
         self._reduced_over = reduced_over
+        self._exchange_activations = exchange_activations
         self._budgets = budgets
         self._optimizer = optimizer
         self._share_prompts = share_prompts
@@ -137,20 +141,20 @@ class Passes:
 
         with torch.no_grad():
             if self._pipeline is not None:
-                outputs = self._pipeline.infer(packs, needs, temperature)
+                infer = partial(self._pipeline.infer, packs, needs, temperature)
 
-                def infer() -> None:
-                    for part, packed, read in zip(parts, packs, outputs, strict=True):
+                def keep_all() -> None:
+                    for part, packed, read in zip(parts, packs, infer(), strict=True):
                         keep(part, packed, read)
 
-                attempt.run(infer, _nothing, tokens=max(packed.tokens for packed in packs), rows=len(rows))
+                attempt.run(keep_all, lambda: list(infer(again=True)), **_largest(parts, packs))
                 self._pipeline.share(found)
             else:
                 empty = pack(rows.rows([]).to(self._device))
                 for part, packed in zip(parts, packs, strict=True):
                     attempt.run(
                         lambda part=part, packed=packed: keep(part, packed, self._read(packed, needs, temperature)),
-                        lambda: self._read(empty, needs, temperature),
+                        lambda packed=packed: self._read(packed if attempt.hollow else empty, needs, temperature),
                         tokens=packed.tokens,
                         rows=len(part),
                     )
@@ -169,23 +173,24 @@ class Passes:
         counts: Counts,
     ) -> list[Packed]:
         """Forward and backward of every micro-batch, as far as the memory reaches; metrics go into ``sums``."""
-        _, blocks, packs = self._cut(rows, micro)
+        parts, blocks, packs = self._cut(rows, micro)
 
         def loss_of(number: int, read: Mapping[str, Tensor]) -> Tensor:
             outputs = {name: packs[number].unpack(value) for name, value in read.items()}
             return self._scaled_loss(blocks[number], outputs, loss, counts, sums)
 
         if self._pipeline is not None:
-            train = partial(self._pipeline.train, packs, loss.needs, temperature, loss_of, self._reduce_with_backward)
-            attempt.run(train, _nothing, tokens=max(packed.tokens for packed in packs), rows=len(rows))
+            train = partial(self._pipeline.train, packs, loss.needs, temperature)
+            attempt.run(
+                lambda: train(loss_of, self._reduce_with_backward),
+                lambda: train(lambda _, read: _void_loss(read), self._reduce_with_backward, again=True),
+                **_largest(parts, packs),
+            )
             return packs
-        empty = rows.rows([]).to(self._device)
+        empty = pack(rows.rows([]).to(self._device))
 
-        def stand_in() -> None:
-            packed = pack(empty)
-            read = self._read(packed, loss.needs, temperature)
-            outputs = {name: packed.unpack(value) for name, value in read.items()}
-            self._scaled_loss(empty, outputs, loss, counts, {}).backward()
+        def stand_in(packed: Packed) -> None:
+            _void_loss(self._read(packed if attempt.hollow else empty, loss.needs, temperature)).backward()
 
         for number, packed in enumerate(packs):
             self._reduce_with_backward(number == len(packs) - 1)
@@ -193,7 +198,7 @@ class Passes:
                 lambda number=number, packed=packed: loss_of(
                     number, self._read(packed, loss.needs, temperature)
                 ).backward(),
-                stand_in,
+                partial(stand_in, packed),
                 tokens=packed.tokens,
                 rows=len(blocks[number]),
             )
@@ -253,7 +258,7 @@ class Passes:
         models: list[torch.nn.Module] = [self._model]
         if "full_kl" in needs and self._reference is not None and self._reference is not self:
             models.append(self._reference._model)  # it joins in every micro-batch
-        return Attempt(models, self._dims, self._device)
+        return Attempt(models, self._dims, self._exchange_activations, self._device)
 
     def _smaller(self, kind: str, micro: MicroBatching, attempt: Attempt, shortage: Shortage) -> MicroBatching:
         """How the next attempt is cut. Collective.
@@ -267,5 +272,11 @@ class Passes:
         return self._budgets.halve(kind, micro, shortage)
 
 
-def _nothing() -> None:
-    """Stands in where ranks cannot stay in step: the attempt has raised before."""
+def _void_loss(read: Mapping[str, Tensor]) -> Tensor:
+    """A loss of an attempt that is void: its gradient reaches every parameter, and is thrown away."""
+    return torch.stack([value.sum() for value in read.values()]).sum()
+
+
+def _largest(parts: Sequence[Sequence[int]], packs: Sequence[Packed]) -> dict[str, int]:
+    """Of micro-batches that run as one: tokens of the largest, and rows of the one with the most."""
+    return {"tokens": max(packed.tokens for packed in packs), "rows": max(map(len, parts))}

@@ -10,6 +10,7 @@ holds a copy as its output layer, and the two gradients are summed after everyth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,10 @@ class Pipeline:
         self._after = ranks[self.stage + 1] if self.stage < self.stages - 1 else None
         self._ends = _ends_group(dims)
         self._sends: list[tuple[Any, Tensor]] = []
+        self._moved: Counter[tuple[str, int]] = Counter()
+        """Exchanges with a neighbour since the schedule began, by direction."""
+        self._joined: Counter[tuple[str, int]] = Counter()
+        """Those of the schedule that broke off which are left out when it is played again."""
 
     def train(
         self,
@@ -106,6 +111,8 @@ class Pipeline:
         temperature: float,
         loss_of: Callable[[int, Outputs], Tensor],
         before_backward: Callable[[bool], None],
+        *,
+        again: bool = False,
     ) -> None:
         """Forward and backward of every micro-batch, 1F1B.
 
@@ -117,7 +124,9 @@ class Pipeline:
             temperature: of log-probs.
             loss_of: on the last stage, the scaled loss of micro-batch k from its outputs.
             before_backward: called before each backward with whether it is the last.
+            again: whether this is played in place of a call that broke off: neighbours have had what it exchanged.
         """
+        self._begin(again)
         held: dict[int, tuple[Tensor | None, Tensor]] = {}
         for kind, k in _one_forward_one_backward(len(packs), self.stage, self.stages):
             if kind == "forward":
@@ -134,12 +143,15 @@ class Pipeline:
             gradient = None if self._after is None else self._receive(packs[k], self._after)
             torch.autograd.backward(out, gradient)
             if received is not None:
-                assert received.grad is not None
+                assert received.grad is not None and self._before is not None
                 self._send(received.grad, self._before)
         self._finish_sends()
 
-    def infer(self, packs: Sequence[Packed], needs: frozenset[str], temperature: float) -> Iterator[Outputs | None]:
-        """Outputs of every micro-batch on the last stage, None on the others. Call under ``no_grad``."""
+    def infer(
+        self, packs: Sequence[Packed], needs: frozenset[str], temperature: float, *, again: bool = False
+    ) -> Iterator[Outputs | None]:
+        """Outputs of every micro-batch on the last stage, None on the others. Call under ``no_grad``; else as above."""
+        self._begin(again)
         for packed in packs:
             received = None if self._before is None else self._receive(packed, self._before)
             out = self._model(packed, needs, temperature, received)
@@ -163,13 +175,25 @@ class Pipeline:
         multiple = self._model.token_multiple
         return 1, (packed.tokens + -packed.tokens % multiple) // multiple, self._hidden
 
+    def _begin(self, again: bool) -> None:
+        self._joined = self._moved.copy() if again else Counter()
+        self._moved.clear()
+
+    def _is_joined(self, direction: str, rank: int) -> bool:
+        self._moved[direction, rank] += 1
+        self._joined[direction, rank] -= 1
+        return self._joined[direction, rank] >= 0
+
     def _receive(self, packed: Packed, rank: int) -> Tensor:
         held = torch.empty(self._shape(packed), dtype=self._dtype, device=self._device)
-        dist.recv(held, rank, group=self._group)
+        if not self._is_joined("from", rank):
+            dist.recv(held, rank, group=self._group)
         return held
 
-    def _send(self, tensor: Tensor, rank: int | None) -> None:
+    def _send(self, tensor: Tensor, rank: int) -> None:
         tensor = tensor.contiguous()
+        if self._is_joined("to", rank):
+            return
         work = dist.isend(tensor, rank, group=self._group)
         # The tensor must live until the send is done.
         self._sends.append((work, tensor))

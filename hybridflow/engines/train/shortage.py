@@ -8,8 +8,9 @@ attempt are played likewise; then all ranks agree that the attempt is void, drop
     rank 0   G0 G1 G2 ... G1 S2 S1 S0 | agree      G: gather of a layer's weights, S: reduction of its gradients
     rank 1   G0 G1 x (..)  G2 ... S0  | agree      x: out of memory, (..): played up to here without communication
 
-That holds where data parallelism (FSDP, HSDP) is the only axis. Ranks of tensor, sequence and pipeline parallelism
-exchange activations whose sizes depend on the rows: there the first shortage is an error.
+That is enough where data parallelism (FSDP, HSDP) is the only axis. Ranks of tensor, sequence and pipeline parallelism
+exchange activations, whose sizes depend on the rows: there a rank plays the very micro-batch again, as shapes without
+memory (hollow.py).
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.engines.train.base import MicroBatching
+from hybridflow.engines.train.hollow import Hollow, done, group_name
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import DeviceMemoryError
 
@@ -64,26 +65,28 @@ class Attempt:
     Args:
         models: what runs in a micro-batch; ``FSDPModule`` where there are shards.
         dims: the layout.
+        groups: in which this rank exchanges activations: those of tensor and sequence parallelism.
         device: of this rank.
     """
 
-    def __init__(self, models: Sequence[nn.Module], dims: ParallelDims, device: str) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], dims: ParallelDims, groups: Sequence[dist.ProcessGroup], device: str
+    ) -> None:
         self._models = models
         self._dims = dims
         self._device = device
-        self._sharded = _Sharded(models) if dims.world > 1 else None
+        self._sharded = _Sharded(models, groups) if dims.world > 1 else None
+        self.hollow = dims.pp * dims.sp * dims.tp > 1
+        """Whether stand-ins must be of the very micro-batch, and are played without memory."""
         self._void: tuple[int, int] | None = None
         self.reason = ""
         """First line of this rank's allocator error."""
 
     def run(self, play: Callable[[], None], stand_in: Callable[[], object], *, tokens: int, rows: int) -> None:
-        """Runs ``play``, a micro-batch; when it runs out of memory, ``stand_in`` to the same sequence of collectives.
-
-        Raises:
-            DeviceMemoryError: in layouts where ranks cannot stay in step.
-        """
+        """Runs ``play``, a micro-batch; out of memory, it runs ``stand_in`` to the same sequence of collectives."""
         if self._void is not None:
-            stand_in()
+            with Hollow({}) if self.hollow else contextlib.nullcontext():
+                stand_in()
             return
         before = None if self._sharded is None else _Position(self._sharded)
         try:
@@ -95,18 +98,13 @@ class Attempt:
             self.reason = str(error).partition("\n")[0]
         # Only here, behind the except, are the frames gone that hold the pass's tensors.
         self._void = (tokens, rows)
-        if self._dims.pp * self._dims.sp * self._dims.tp > 1:
-            raise DeviceMemoryError(
-                f"rank {_rank()} ran out of memory in a micro-batch of {rows} rows, {tokens} tokens, and ranks of "
-                f"tensor, sequence or pipeline parallelism cannot try again by themselves ({self.reason})"
-            )
         for model in self._models:
             if isinstance(model, FSDPModule):
                 model.reset_iter_state()
         if self._device.startswith("cuda"):
             torch.cuda.empty_cache()
         if before is not None:
-            with before.restored():
+            with before.restored(Hollow if self.hollow else _Silence):
                 stand_in()
 
     def agree(self) -> Shortage | None:
@@ -125,6 +123,14 @@ class Budgets:
 
     def __init__(self) -> None:
         self._caps: dict[str, MicroBatching] = {}
+
+    def state_dict(self) -> dict[str, dict[str, int | None]]:
+        """Caps by kind of pass, as plain values."""
+        return {kind: asdict(cap) for kind, cap in self._caps.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, int | None]]) -> None:
+        """Goes on from the caps of a checkpoint: the same micro-batches, to the last bit of their sums."""
+        self._caps = {kind: MicroBatching(**cap) for kind, cap in state.items()}
 
     def of(self, kind: str, micro: MicroBatching) -> MicroBatching:
         """``micro`` within what is known to fit; ``kind``: update or forward."""
@@ -204,20 +210,29 @@ def consumers(
 
 
 class _Sharded:
-    """The FSDP units of models and the groups of ranks in which they communicate.
+    """The FSDP units of models and the groups of ranks in which these and others communicate.
 
     Reads attributes of FSDP2's own states (torch 2.13): it has no public way to ask for them.
     """
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def __init__(self, models: Sequence[nn.Module], others: Sequence[dist.ProcessGroup]) -> None:
         by_model = [list(_fsdp_units(model)) for model in models]
         self.roots = [units[0] for units in by_model if units]
         self.units = [unit for units in by_model for unit in units]
-        self.communicators: dict[str, Any] = {}
+        self.communicators: dict[str, Any] = {group.group_name: group for group in others}
         for mesh in {id(unit.mesh_info.mesh): unit.mesh_info.mesh for unit in self.units}.values():
             for axis in range(mesh.ndim):
                 communicator = mesh.get_group(axis)
                 self.communicators[communicator.group_name] = communicator
+
+    def make_buffers(self) -> None:
+        """Has the buffers of gathered weights made that FSDP makes at a unit's first gather and keeps for ever."""
+        for unit in self.units:
+            if any(not held.all_gather_outputs for held in unit.fsdp_params):
+                with _Silence(None):
+                    unit.unshard()
+                unit.wait_for_unshard()
+                unit.reshard()
 
     def issued(self) -> dict[str, int]:
         """Collectives so far by group."""
@@ -236,9 +251,10 @@ class _Position:
         self._issued = sharded.issued()
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Puts FSDP back to here; inside, the collectives that were joined since are left out."""
+    def restored(self, leaving_out: Callable[[dict[str, int]], TorchDispatchMode]) -> Iterator[None]:
+        """Puts FSDP back to here; inside, ``leaving_out`` leaves out the collectives that were joined since."""
         joined = {name: count - self._issued[name] for name, count in self._sharded.issued().items()}
+        self._sharded.make_buffers()  # inside ``Hollow`` they would be no memory at all
         units = self._sharded.units
         for unit, gathered, prefetched, uses in zip(units, self._gathered, self._prefetched, self._uses, strict=True):
             unit._post_forward_indices[:] = uses
@@ -249,7 +265,7 @@ class _Position:
                 unit.wait_for_unshard()
         for root, order in zip(self._sharded.roots, self._orders, strict=True):
             _forward_order(root)[:] = order
-        with _Silence(joined):
+        with leaving_out(joined):
             yield
 
 
@@ -274,17 +290,14 @@ class _Silence(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "c10d" or not self._is_silent(func, args):
             return func(*args, **(kwargs or {}))
-        outputs = args[0]
-        for tensor in [outputs] if isinstance(outputs, Tensor) else outputs:
+        for tensor in [args[0]] if isinstance(args[0], Tensor) else args[0]:
             tensor.zero_()
-        work = dist.distributed_c10d.Work.boxed(FakeWork())
-        return (outputs, work) if len(func._schema.returns) == 2 else work
+        return done(func, args)
 
     def _is_silent(self, func: Any, args: Sequence[Any]) -> bool:
         if self._left is None:
             return True
-        at = next(at for at, argument in enumerate(func._schema.arguments) if "ProcessGroup" in str(argument.type))
-        name = dist.ProcessGroup.unbox(args[at]).group_name
+        name = group_name(func, args)
         if self._left.get(name, 0) == 0:
             return False
         self._left[name] -= 1
