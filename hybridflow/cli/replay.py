@@ -83,7 +83,7 @@ def rebuild(update: BadUpdate, model_path: str | None = None) -> Worker:
             raise DataError("a loss with the exact KL needs the reference beside the actor: it cannot be replayed yet")
         worker = ActorWorker(context, rollout_tp=1, **arguments)
     else:
-        worker = CriticWorker(context, **arguments)
+        worker = CriticWorker(context, role=update.role, **arguments)
     worker.engine.load(str(update.folder / WEIGHTS), contents=MODEL)
     return worker
 

@@ -66,7 +66,7 @@ def worker_specs(
             "vocab_limit": source.vocab_limit,
         },
         "critic": {"model_path": source.critic, "total_steps": total_steps},
-        "cost_critic": {"model_path": source.critic, "total_steps": total_steps},
+        "cost_critic": {"model_path": source.critic, "total_steps": total_steps, "role": "cost_critic"},
     }
     pools = {role.role: role.pool for role in plan.roles}
     if config.rollout_shares_devices:

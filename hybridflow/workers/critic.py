@@ -26,10 +26,17 @@ from hybridflow.workers.update import Schedule, update_epochs
 
 
 class CriticWorker(TrainedWorker):
-    """One rank of the value model; arguments as the actor's."""
+    """One rank of a value model: the critic, or with Safe-RLHF the cost critic; further arguments as the actor's."""
 
     def __init__(
-        self, context: RankContext, *, config: PPOConfig, dims: ParallelDims, total_steps: int | None, model_path: str
+        self,
+        context: RankContext,
+        *,
+        config: PPOConfig,
+        dims: ParallelDims,
+        total_steps: int | None,
+        model_path: str,
+        role: str = "critic",
     ) -> None:
         critic, actor = config.critic, config.actor_rollout_ref.actor
         group_size = config.actor_rollout_ref.rollout.n
@@ -40,7 +47,7 @@ class CriticWorker(TrainedWorker):
             shuffle_seed=config.trainer.seed if critic.shuffle else None,
             unit=critic.optim.schedule_unit,
         )
-        self._skips = Skips("critic", rank=context.rank, config=config, source={"model_path": model_path})
+        self._skips = Skips(role, rank=context.rank, config=config, source={"model_path": model_path})
         self._sharding = critic.sharding
         self._checkpoint = critic.checkpoint
         self.engine: TrainEngine = load(TRAIN_ENGINES[critic.strategy])(

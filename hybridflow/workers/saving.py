@@ -10,9 +10,12 @@ from hybridflow.config.model import CheckpointContentsConfig, FSDPConfig
 from hybridflow.dispatch.register import register
 from hybridflow.engines.train.base import TrainEngine
 from hybridflow.workers.residence import resident
+from hybridflow.workers.skips import Skips
 
 EXPORT = "huggingface"
 """Folder of the exported model inside the role's."""
+EXTRA = "extra"
+"""Content of a checkpoint: what is neither weights nor moments."""
 
 
 def begin_save(engine: TrainEngine, folder: str, config: CheckpointContentsConfig) -> None:
@@ -33,6 +36,7 @@ class TrainedWorker:
     engine: TrainEngine
     _sharding: FSDPConfig
     _checkpoint: CheckpointContentsConfig
+    _skips: Skips
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -49,6 +53,8 @@ class TrainedWorker:
         """Writes what ``checkpoint.save_contents`` names, or begins to."""
         with self.at_work():
             begin_save(self.engine, folder, self._checkpoint)
+        if EXTRA in self._checkpoint.save_contents:
+            self._skips.save(Path(folder))
 
     @register(dispatch="ONE_TO_ALL")
     def checkpoint_written(self) -> bool:
@@ -65,3 +71,5 @@ class TrainedWorker:
         """Restores what ``checkpoint.load_contents`` names."""
         with self.at_work():
             self.engine.load(folder, contents=self._checkpoint.load_contents)
+        if EXTRA in self._checkpoint.load_contents:
+            self._skips.load(Path(folder))

@@ -1,5 +1,7 @@
 """Updates that were skipped in a row: counted, and when they are too many the last is written out and the run stops.
 
+The count goes into checkpoints, or a run that is restarted more often than its limit would never stop.
+
     FOLDER/bad_updates/actor_step_12_update_1/
         update.json             role, step, counts, configuration, where the model comes from
         rows_<rank>.safetensors the mini-batch, as one rank of every data-parallel coordinate had it
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +28,10 @@ from hybridflow.config.root import PPOConfig
 from hybridflow.engines.train.base import TrainEngine
 from hybridflow.utils.errors import DataError, NotFiniteError
 
+logger = logging.getLogger(__name__)
+
 FOLDER = "bad_updates"
+COUNT = "skipped_updates.json"
 ABOUT = "update.json"
 WEIGHTS = "weights"
 MODEL = ("model",)
@@ -42,7 +48,7 @@ class Skips:
     """
 
     def __init__(self, role: str, *, rank: int, config: PPOConfig, source: Mapping[str, Any]) -> None:
-        self._role = role
+        self.role = role
         self._rank = rank
         self._config = config
         self._source = dict(source)
@@ -58,13 +64,25 @@ class Skips:
         limit = self._config.trainer.max_skipped_updates
         if limit is None or self._in_a_row < limit:
             return
-        folder = Path(self._config.trainer.default_local_dir) / FOLDER / f"{self._role}_step_{step}_update_{number}"
+        folder = Path(self._config.trainer.default_local_dir) / FOLDER / f"{self.role}_step_{step}_update_{number}"
         self._write(folder, engine, rows, counts, step=step, number=number)
         raise NotFiniteError(
-            f"{self._role}: the loss or its gradient was not finite in {limit} updates in a row, the last in step "
+            f"{self.role}: the loss or its gradient was not finite in {limit} updates in a row, the last in step "
             f"{step} (trainer.max_skipped_updates={limit}). All were skipped: weights and moments are those before. "
             f"The last one is in {folder}; python -m hybridflow.replay {folder} names the operation and the rows"
         )
+
+    def save(self, folder: Path) -> None:
+        """Writes the count beside the role's checkpoint in ``folder``."""
+        if self._rank == 0:
+            (folder / COUNT).write_text(json.dumps({"in_a_row": self._in_a_row}))
+
+    def load(self, folder: Path) -> None:
+        """Goes on from what ``save`` wrote."""
+        if (folder / COUNT).exists():
+            self._in_a_row = int(json.loads((folder / COUNT).read_text())["in_a_row"])
+        else:
+            logger.warning("%s was saved without the count of skipped updates: it starts anew", folder)
 
     def _write(self, folder: Path, engine: TrainEngine, rows: Batch, counts: Counts, *, step: int, number: int) -> None:
         if self._rank == 0:
@@ -77,7 +95,7 @@ class Skips:
             save_file(tensors, folder / f"rows_{self._rank}.safetensors")
         if self._rank == 0:
             about = {
-                "role": self._role,
+                "role": self.role,
                 "step": step,
                 "number": number,
                 "counts": dataclasses.asdict(counts),

@@ -85,7 +85,7 @@ def update_epochs(
         with torch.autograd.set_detect_anomaly(find_anomaly):
             metrics = engine.update(rows, loss, temperature=temperature, micro=micro, counts=counts)
         if metrics["grad/skipped"] and counts.tokens:
-            where = f"{prefix}, step {step}, mini-batch {number + 1}"
+            where = f"{prefix if skips is None else skips.role}, step {step}, mini-batch {number + 1}"
             explain_skip(engine, rows, loss, temperature=temperature, micro=micro, where=where)
         if skips is not None and counts.tokens:
             skips.note(bool(metrics["grad/skipped"]), engine, rows, counts, step=step, number=number + 1)

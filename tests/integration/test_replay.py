@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.cli import replay
 from hybridflow.utils.errors import NotFiniteError, WorkerError
 from hybridflow.workers.skips import Skips
+from tests.invariants.test_resume import dying_after
 from tests.jobs import read_metrics, run_job, small_config
 
 BAD_ROW = 5
@@ -85,6 +87,40 @@ def test_the_replay_of_a_finite_loss_with_a_bad_gradient_names_the_operation_of_
     assert "first NaN" not in told
     assert "backward pass: Function 'SqrtBackward0' returned nan values" in told
     assert "in bad_value_gradient" in told
+
+
+def test_a_run_that_is_started_again_goes_on_counting_its_bad_updates(tmp_path):
+    mode = {"actor_rollout_ref.actor.policy_loss.loss_mode": f"{__name__}:always_nan_loss", "trainer.save_freq": 1}
+    with dying_after(2):
+        run_job(tmp_path, **(JOB | mode))
+    assert "in 3 updates in a row, the last in step 3" in stop(tmp_path, "always_nan_loss", **mode)
+
+
+@pytest.mark.parametrize("role", ["critic", "cost_critic"])
+def test_the_bad_update_of_a_value_model_is_replayed_under_its_own_name(tmp_path, capsys, role):
+    """Rewards, or costs, whose square is beyond float32; the other value model is fine."""
+    options: dict[str, Any] = {
+        "algorithm.adv_estimator": "gae",
+        "actor_rollout_ref.rollout.n": 1,
+        "trainer.critic_warmup": 3,
+        "trainer.max_skipped_updates": 1,
+    }
+    if role == "critic":
+        (tmp_path / "reward.py").write_text("def compute_score(*args, **kwargs):\n    return 1e20\n")
+        options["reward.custom_reward_function.path"] = str(tmp_path / "reward.py")
+    else:
+        options |= {
+            "algorithm.safe_rlhf.enable": True,
+            "reward.custom_reward_function.path": str(Path(__file__).with_name("reward_with_cost.py")),
+            "reward.custom_reward_function.reward_kwargs": {"price": 1e20},
+        }
+    with pytest.raises(WorkerError, match=rf"{role}: the loss or its gradient was not finite") as got:
+        run_job(tmp_path, **(JOB | options))
+    assert isinstance(got.value.__cause__, NotFiniteError)
+    assert replay.main([str(tmp_path / "bad_updates" / f"{role}_step_1_update_1")]) == 0
+    told = capsys.readouterr().out
+    assert f"{role}, step 1, update 1: 4 rows" in told
+    assert "first infinity in the forward pass: aten." in told and "value_loss.py" in told
 
 
 def test_what_two_ranks_wrote_is_replayed_by_one_process(tmp_path, capsys):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from hybridflow.engines.train.shards import read, read_index
 from hybridflow.trainer.checkpoint import CheckpointStore
 from hybridflow.trainer.run import Run
 from tests.faults.job import start_job
+from tests.faults.out_of_memory import memory_ends
 from tests.jobs import read_metrics, run_job
 
 STEPS = 5
@@ -74,6 +76,10 @@ MEASURED = (
     "perf/tokens_per_second",
     "perf/throughput",
 )
+
+
+FIRST_UPDATE, MORE_THAN_A_PROMPT = 8, 20
+"""Number of the pass of an MLP, over so many tokens, that is the first with a gradient."""
 
 
 class Died(BaseException):
@@ -187,6 +193,18 @@ def test_a_run_that_dies_twice_still_ends_the_same(tmp_path):
     assert_same_end(tmp_path / "whole", tmp_path / "again")
 
 
+def test_micro_batches_stay_as_small_as_a_shortage_has_made_them(tmp_path):
+    """How rows are cut decides how sums are rounded: with its first budget the resumed run would have other bits."""
+    memory = {"call": FIRST_UPDATE, "where": "backward", "above_tokens": MORE_THAN_A_PROMPT}
+    with memory_ends(**memory):
+        run_job(tmp_path / "whole", **GRPO)
+    with memory_ends(**memory), dying_after(2):
+        run_job(tmp_path / "again", **GRPO)
+    run_job(tmp_path / "again", **GRPO)
+    assert [step.get("actor/out_of_memory") for step in read_metrics(tmp_path / "again")] == [None, 1, 0, 0, 0, 0]
+    assert_same_end(tmp_path / "whole", tmp_path / "again")
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -212,12 +230,17 @@ def test_other_dataflows_resume_too(tmp_path, options):
 
 @pytest.mark.vllm
 def test_the_law_holds_with_vllm(tmp_path):
-    """Each job in a process of its own; the first is killed behind step 3."""
-    options = GRPO | ASYNC | {"actor_rollout_ref.rollout.name": "vllm"}
-    for name, die_after in (("whole", 0), ("again", 3), ("again", 0)):
-        job = start_job(tmp_path / name, options, die_after=die_after)
-        output = job.communicate(timeout=300)[0]
-        assert job.returncode == (-signal.SIGKILL if die_after else 0), output
+    """Each job in a process of its own, two at a time; one is killed behind step 3."""
+    options = GRPO | ASYNC | {"actor_rollout_ref.rollout.name": "vllm", "trainer.threads_per_worker": 1}
+
+    def start(name: str, *, die_after: int = 0) -> tuple[subprocess.Popen[str], int]:
+        return start_job(tmp_path / name, options, die_after=die_after), -signal.SIGKILL if die_after else 0
+
+    for starts in ({"whole": 0, "again": 3}, {"again": 0}):
+        jobs = [start(name, die_after=step) for name, step in starts.items()]
+        for job, expected in jobs:
+            output = job.communicate(timeout=280)[0]
+            assert job.returncode == expected, output
     assert_same_end(tmp_path / "whole", tmp_path / "again")
 
 
