@@ -6,6 +6,7 @@ everywhere. A destination that fails is a warning, never the end of a training r
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -225,10 +226,14 @@ class JsonlTracker:
             offset, row = self._last[1], {**self._last[2], **row}
         else:
             offset = self._metrics.stat().st_size if self._metrics.exists() else 0
-        line = json.dumps(row).encode() + b"\n"
+        line = _line(row)
+        before = _line(self._last[2]) if self._last is not None and self._last[0] == step else b""
         file = os.open(self._metrics, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
-            os.pwrite(file, line, offset)  # over the line that it replaces, in one call: it never disappears
+            written = os.pwrite(file, line, offset)  # over the line that it replaces, in one call: it never disappears
+            if written < len(line):  # a disk that is full takes a part of it
+                os.ftruncate(file, offset + os.pwrite(file, before, offset))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._metrics))
             os.ftruncate(file, offset + len(line))
         finally:
             os.close(file)
@@ -258,6 +263,10 @@ class JsonlTracker:
             rest = path.with_suffix(".tmp")
             rest.write_bytes(b"".join(line + b"\n" for line in kept))
             os.replace(rest, path)
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
 
 
 def _step_of(line: bytes) -> float:

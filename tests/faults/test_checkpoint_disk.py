@@ -1,19 +1,22 @@
 """A disk that refuses a checkpoint: the one before stays loadable, and the run stops with the reason or goes on loudly.
 
 The limit on file sizes (RLIMIT_FSIZE) stands for a full disk: the kernel refuses the write in the middle of a file.
+Where a file system may be mounted, a small one is really filled, and really made read-only, between two steps.
 """
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybridflow.trainer.checkpoint import CheckpointStore, damage_of
+from hybridflow.trainer.run import Run
 from hybridflow.utils.errors import MachineError
 from tests.invariants.test_resume import dying_after, lines
 from tests.jobs import read_metrics, run_job
@@ -74,6 +77,69 @@ def test_by_option_the_run_goes_on_and_counts_what_it_could_not_save(tmp_path, o
     steps = read_metrics(tmp_path)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert [step.get("checkpoint/failed_saves") for step in steps] == [None, None, None, 1]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 48 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "none", folder], check=False).returncode:
+        pytest.skip("no file system may be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb") as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 20))
+
+
+def empty(disk: Path) -> None:
+    (disk / "filler").unlink(missing_ok=True)
+
+
+def forbid(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+
+
+def allow(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+
+
+@contextmanager
+def happening(behind: dict[int, Callable[[], None]]) -> Iterator[None]:
+    """Inside, something happens behind some steps of a run."""
+    after = Run.after
+
+    def eventful(run: Run, done: int) -> None:
+        after(run, done)
+        behind.get(done, lambda: None)()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "after", eventful)
+        yield
+
+
+@pytest.mark.parametrize(("trouble", "cure"), [(fill, empty), (forbid, allow)], ids=["full", "read-only"])
+@pytest.mark.parametrize("options", [{}, WARN], ids=["stop", "warn"])
+def test_a_disk_that_is_full_or_read_only_for_a_step_loses_that_checkpoint_alone(disk, options, trouble, cure):
+    run = disk / "run"
+    with happening({1: lambda: trouble(disk), 2: lambda: cure(disk)}):
+        if options:
+            run_job(run, **RUN | options)
+        else:
+            with pytest.raises(MachineError, match=r"step 2 could not be written .*(\n|.)*stops here"):
+                run_job(run, **RUN)
+            cure(disk)
+            assert_last_one_stands(run, 1)
+            run_job(run, **RUN)
+    saved = [step for step in range(1, 5) if (run / f"global_step_{step}").exists()]
+    assert saved == ([1, 3, 4] if options else [1, 2, 3, 4])
+    assert_last_one_stands(run, 4)
+    last = read_metrics(run)[-1]
+    assert (last["step"], last.get("checkpoint/failed_saves")) == (4, 1 if options else None)
 
 
 def test_a_folder_that_takes_no_checkpoint_is_named(tmp_path):

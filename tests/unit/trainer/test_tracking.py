@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import resource
 import time
 
 import numpy as np
@@ -244,6 +245,28 @@ def test_tensorboard_shows_a_step_that_was_done_twice_once(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.0), (2, 1.0), (3, 1.0)]
+
+
+def test_a_disk_that_takes_a_part_of_a_line_is_left_with_none_of_it(tmp_path):
+    """A limit on file sizes, at which the kernel writes what still fits: a full disk does the same."""
+    tracker = JsonlTracker(info(tmp_path))
+    tracker.log(1, {"reward": 1})
+    tracker.log(2, {"reward": 2})
+    path = tmp_path / "metrics.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+    try:
+        for step in (2, 3):
+            with pytest.raises(OSError, match="No space left"):
+                tracker.log(step, {"length": 12345678})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    tracker.log(4, {"reward": 4})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "reward": 1},
+        {"step": 2, "reward": 2},
+        {"step": 4, "reward": 4},
+    ]
 
 
 def test_wandb_offline_writes_a_run_and_a_resumed_training_goes_on_in_it(tmp_path, monkeypatch):
