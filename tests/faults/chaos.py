@@ -2,6 +2,7 @@
 
     python -m tests.faults.chaos FOLDER --seed 11 --steps 42 --worker 9 --driver 4 --full-disk 1 ...
     python -m tests.faults.chaos FOLDER --seed 12 --steps 18 --node 3 --ray-worker 3 --ray-driver 1
+    python -m tests.faults.chaos FOLDER --seed 13 --steps 20 --rollout vllm --worker 7 --driver 3
 
 The command is started again whenever it ends before its last step, as an operator or scheduler would; a worker's death
 it must survive by itself. In the end weights, moments and metrics equal those of a run that nobody disturbed, and a
@@ -43,9 +44,10 @@ RAY = ("node", "ray worker", "ray driver")
 FAULTS = ("worker", "driver", "slow reward", "nan reward", "full disk", "damaged checkpoint", *RAY)
 
 
-def job_options(orders: Path, steps: int) -> dict[str, Any]:
-    """The job: two ranks, a checkpoint every step, written while training goes on."""
+def job_options(orders: Path, steps: int, rollout: str) -> dict[str, Any]:
+    """The job: two ranks, a checkpoint every step, written while training goes on; ``rollout`` generates."""
     return {
+        "actor_rollout_ref.rollout.name": rollout,
         "data.train_batch_size": BATCH,
         "data.generated_size": PROMPTS,
         "data.generated_val_size": 8,
@@ -79,6 +81,7 @@ class Chaos:
     seed: int
     steps: int
     nodes: Nodes | None = None
+    rollout: str = "hf"
     log: list[str] = field(default_factory=list)
     starts: int = 0
     suffered: Counter[str] = field(default_factory=Counter)
@@ -98,7 +101,7 @@ class Chaos:
 
     def start(self) -> None:
         """Starts the command, on Ray while nodes are part of it."""
-        options = job_options(self.orders, self.steps)
+        options = job_options(self.orders, self.steps, self.rollout)
         options["trainer.rollout_data_dir"] = self.run_folder / "samples"
         if self.nodes is not None:
             options |= {"trainer.controller": "ray", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}
@@ -317,9 +320,9 @@ def assert_every_prompt_once(samples: Path, steps: int) -> dict[int, Counter[str
     return used
 
 
-def undisturbed(folder: Path, steps: int) -> None:
+def undisturbed(folder: Path, steps: int, rollout: str = "hf") -> None:
     """The same job, alone; with the threads of this process, which must be one."""
-    options = job_options(folder / "no_orders", steps)
+    options = job_options(folder / "no_orders", steps, rollout)
     run_job(folder / "whole", **options | {"trainer.rollout_data_dir": str(folder / "whole" / "samples")})
 
 
@@ -342,7 +345,7 @@ def compare(folder: Path, steps: int) -> Mapping[str, int]:
     return {"lines": len(one), "tensors": len(whole), "prompts": sum(len(epoch) for epoch in used.values())}
 
 
-def disturbed(folder: Path, *, seed: int, steps: int, counts: Mapping[str, int]) -> None:
+def disturbed(folder: Path, *, seed: int, steps: int, counts: Mapping[str, int], rollout: str = "hf") -> None:
     """The job through all faults in a seeded order, on this machine or, where faults need them, over two Ray nodes."""
     faults = [fault for fault, count in counts.items() for _ in range(count)]
     over_nodes = any(fault in RAY for fault in faults)
@@ -350,7 +353,7 @@ def disturbed(folder: Path, *, seed: int, steps: int, counts: Mapping[str, int])
     random.Random(seed).shuffle(faults)
     with ExitStack() as stack:
         nodes = stack.enter_context(two_nodes(folder)) if over_nodes else None
-        chaos = Chaos(folder, seed, steps, nodes)
+        chaos = Chaos(folder, seed, steps, nodes, rollout)
         stack.callback(chaos.end)
         chaos.suffer(faults)
         chaos.finish()
@@ -362,15 +365,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--rollout", default="hf")
     for fault in FAULTS:
         parser.add_argument(f"--{fault.replace(' ', '-')}", type=int, default=0)
     asked = parser.parse_args()
     counts = {fault: getattr(asked, fault.replace(" ", "_")) for fault in FAULTS}
-    print(f"seed {asked.seed}, {asked.steps} steps, {asked.folder}", flush=True)
+    print(f"seed {asked.seed}, {asked.steps} steps, rollout {asked.rollout}, {asked.folder}", flush=True)
     print(", ".join(f"{count} x {fault}" for fault, count in counts.items() if count), flush=True)
     shutil.rmtree(asked.folder, ignore_errors=True)
-    disturbed(asked.folder, seed=asked.seed, steps=asked.steps, counts=counts)
-    undisturbed(asked.folder, asked.steps)
+    disturbed(asked.folder, seed=asked.seed, steps=asked.steps, counts=counts, rollout=asked.rollout)
+    undisturbed(asked.folder, asked.steps, asked.rollout)
     equal = compare(asked.folder, asked.steps)
     print(", ".join(f"{count} {what}" for what, count in equal.items()), "are those of the undisturbed run", flush=True)
 

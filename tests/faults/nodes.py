@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,7 @@ class Nodes:
         enter: by node, the words that run a command there (a network namespace); empty: on this machine.
         host: address of the head.
         dashboard: whether the head runs Ray's dashboard, which jobs are submitted to.
+        of_worker: further variables of the worker's daemons.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Nodes:
         enter: Sequence[Sequence[str]] = ((), ()),
         host: str | None = None,
         dashboard: bool = False,
+        of_worker: Mapping[str, str] | None = None,
     ) -> None:
         self.host = host or _own_address()
         self.port = _free_port()
@@ -49,6 +51,7 @@ class Nodes:
         """Variables of whoever may talk to the cluster: it listens on an address that others can reach."""
         self._folder = folder
         self._slots = slots
+        self._of_worker = dict(of_worker or {})
         self._enter = [list(words) for words in enter]
         self._session = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # sockets: the path must be short
         self._started: dict[str, subprocess.Popen[bytes]] = {}
@@ -69,6 +72,7 @@ class Nodes:
         environment["HYBRIDFLOW_VENV"] = str(Path(sys.executable).parents[1])
         environment["RAY_enable_metrics_collection"] = "0"
         environment["OMP_NUM_THREADS"] = "1"
+        environment |= self._of_worker if kind == "worker" else {}
         log = (self._folder / f"{kind}.log").open("ab")
         command = [*self.enter(kind), "bash", str(REPO / "scripts" / "ray_node.sh"), *words]
         self._started[kind] = subprocess.Popen(

@@ -32,6 +32,15 @@ def test_twenty_kills_and_four_other_troubles_change_nothing(tmp_path, seed, ste
     compare(tmp_path, steps)
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_ten_kills_change_nothing_where_vllm_generates(tmp_path):
+    disturbed(tmp_path, seed=13, steps=20, counts={"worker": 7, "driver": 3}, rollout="vllm")
+    undisturbed(tmp_path, 20, "vllm")
+    compare(tmp_path, 20)
+
+
 def test_the_ledger_notices_a_prompt_that_was_used_twice(tmp_path):
     """Negative control: step 2 of an epoch is replaced by its step 1."""
     for step in range(1, 7):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hybridflow.single_controller import health
@@ -192,3 +193,42 @@ def test_a_job_that_is_submitted_runs_on_the_cluster_it_was_submitted_to(tmp_pat
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert_same_as_on_one(tmp_path / "run", tmp_path)
+
+
+FAR = "far-node"
+
+
+@pytest.fixture
+def far() -> list[str]:
+    """Words that run a command under another host name, as on another machine."""
+    words = ["unshare", "--uts", "bash", "-c", f'hostname {FAR} && exec "$@"', FAR]
+    if shutil.which("unshare") is None or subprocess.run([*words, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no host name of its own can be had here")
+    return words
+
+
+def said_of_far_rank(nodes: Nodes, *trouble: str) -> str:
+    command = [sys.executable, "-m", "tests.faults.far_rank", nodes.address, FAR, *trouble]
+    environment = os.environ | nodes.token
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_last_lines_of_a_rank_that_crashed_on_another_node_are_fetched_from_there(tmp_path, far):
+    with two_nodes(tmp_path, enter=[[], far]) as nodes:
+        said = said_of_far_rank(nodes, "crash")
+    assert re.search(rf"rank [01] of 2 \(node {FAR}, pid \d+\) .*died during echo.crash: Fatal Python error: Seg", said)
+    assert re.search(r"--- rank [01], last lines of its log ---(.|\n)*in crash", said), said
+
+
+def test_a_rank_that_rays_memory_monitor_ends_is_told_so(tmp_path, far):
+    """The monitor of its node acts above a share of memory that the rank then takes."""
+    memory = psutil.virtual_memory()
+    threshold = 1 - memory.available / memory.total + 0.08
+    variables = {"RAY_memory_usage_threshold": f"{threshold:.3f}", "RAY_memory_monitor_refresh_ms": "100"}
+    with two_nodes(tmp_path, enter=[[], far], of_worker=variables) as nodes:
+        said = said_of_far_rank(nodes, "hog", str(int(0.2 * memory.total / 4)))
+    assert re.search(rf"rank [01] of 2 \(node {FAR}, pid \d+\) .*died during echo.hog: Ray's memory monitor", said), (
+        said
+    )

@@ -83,3 +83,16 @@ def test_one_seed_is_one_run_and_another_seed_another(tmp_path):
     assert steps["one"] == steps["again"] and samples["one"] == samples["again"]
     assert samples["one"] != samples["other"]
     assert [step["actor/grad_norm"] for step in steps["one"]] != [step["actor/grad_norm"] for step in steps["other"]]
+
+
+def test_validation_before_and_between_steps_changes_nothing_that_is_trained_on(tmp_path):
+    """Its requests have seeds of their own, and it leaves no state in the generator, the streams or the data."""
+    lines = []
+    for name, validates in (("with", True), ("without", False)):
+        often = {"trainer.val_before_train": validates, "trainer.test_freq": 1 if validates else -1}
+        folder = {"trainer.rollout_data_dir": str(tmp_path / f"{name}_samples")}
+        job = run_job(tmp_path / name, **{**SIZES, **often, **folder, "trainer.total_training_steps": 3})
+        lines.append([[line["actor/grad_norm"], line["critic/score/mean"]] for line in job if line["step"]])
+    assert lines[0] == lines[1] and len(lines[0]) == 3
+    texts = [(tmp_path / f"{name}_samples" / "step_3.jsonl").read_text() for name in ("with", "without")]
+    assert texts[0] == texts[1]

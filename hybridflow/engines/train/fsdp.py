@@ -326,7 +326,7 @@ class FSDPEngine:
             folder,
             self._trained(),
             self._optimizer,
-            {"schedule_done": self._done},
+            {"schedule_done": self._done, "budgets": self._budgets.state_dict()},
             contents=contents,
             background=background,
         )
@@ -358,6 +358,7 @@ class FSDPEngine:
         extra = checkpoint.load_state(folder, self._trained(), self._optimizer, contents=contents)
         if "extra" in contents:
             self._done = int(extra["schedule_done"])
+            self._budgets.load_state_dict(extra.get("budgets", {}))
         self._apply_rate()
 
     def save_hf(self, folder: str, *, dtype: str | None = None) -> None:

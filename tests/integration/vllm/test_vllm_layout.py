@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from hybridflow.utils.errors import EngineError
+from tests.invariants.training_steps import Case, build
 
 pytestmark = pytest.mark.vllm
 
@@ -70,3 +72,17 @@ def test_a_packed_copy_that_is_not_of_the_weights_is_named_to_a_hundred_thousand
     assert line.startswith(f"{name} ((0, 128), (0, 128)): the engine's packed copy is not of the weights")
     engine.weights_written(1)
     assert engine.stale_copies() == []
+
+
+@torch.no_grad()
+def test_vllms_own_loader_reads_an_exported_model(make_engine, folder, tmp_path) -> None:
+    trainer = build(Case(str(folder)))
+    for shard in trainer.shards():
+        shard.local.mul_(1.5)
+    trainer.save_hf(str(tmp_path / "export"))
+    engine = make_engine(tmp_path / "export")
+    engine._model().load_weights(load_file(tmp_path / "export" / "model.safetensors").items())
+    trained = {shard.name: shard.local for shard in trainer.shards()}
+    parts = engine.parameters().parts
+    assert {part.hf_name for part in parts} == set(trained)
+    assert all(torch.equal(part.view, trained[part.hf_name]) for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,19 @@ def test_overrides_apply_and_unknown_fields_are_refused(tmp_path: Path) -> None:
 def test_dropout_is_switched_off(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, attention_dropout=0.5)
     assert read_config(str(tmp_path)).attention_dropout == 0.0
+
+
+def test_code_that_comes_with_a_model_does_not_run_unless_asked_for(tmp_path: Path) -> None:
+    folder, mark = save_tiny_model(tmp_path / "model"), tmp_path / "ran"
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "of_its_own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        "from pathlib import Path\nfrom transformers import Qwen2Config\n"
+        f"Path({str(mark)!r}).touch()\n"
+        "class OwnConfig(Qwen2Config):\n    model_type = 'of_its_own'\n"
+    )
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        read_config(str(folder))
+    assert not mark.exists()
+    assert type(read_config(str(folder), trust_remote_code=True)).__name__ == "OwnConfig" and mark.exists()

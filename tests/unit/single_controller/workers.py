@@ -99,12 +99,14 @@ class Echo:
             time.sleep(seconds)
 
     @register(dispatch="ONE_TO_ALL")
-    def hog(self, *, rank: int, cgroup: str) -> None:
-        """Takes more memory than its cgroup may have, while the others wait for it."""
+    def hog(self, *, rank: int, cgroup: str = "", numbers: int = 1 << 30) -> None:
+        """Takes more memory (4 bytes a number) than its cgroup, or its node, may have; the others wait for it."""
         if self.context.rank == rank:
-            with open(f"{cgroup}/cgroup.procs", "w") as file:
-                file.write(str(os.getpid()))
-            torch.ones(1 << 30)
+            if cgroup:
+                with open(f"{cgroup}/cgroup.procs", "w") as file:
+                    file.write(str(os.getpid()))
+            self.hoarded = torch.ones(numbers)
+            time.sleep(60.0)
         dist.barrier()
 
     @register(dispatch="ONE_TO_ALL")
