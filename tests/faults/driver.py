@@ -13,17 +13,18 @@ from pathlib import Path
 import torch
 
 from hybridflow.batch.batch import Batch
-from hybridflow.single_controller.cluster import start_ray
 from hybridflow.single_controller.lanes import LaneGroup
 from hybridflow.single_controller.local_group import LocalGroup
-from hybridflow.single_controller.ray_group import RayGroup
-from hybridflow.single_controller.resource_pool import ResourcePool
 from tests.unit.single_controller.contract import SPECS
 
 
 def open_group(kind: str) -> LaneGroup:
     if kind == "local":
         return LocalGroup(2, SPECS)
+    from hybridflow.single_controller.cluster import start_ray  # seconds that the other kind need not wait
+    from hybridflow.single_controller.ray_group import RayGroup
+    from hybridflow.single_controller.resource_pool import ResourcePool
+
     start_ray()
     return RayGroup(ResourcePool([2]), SPECS)
 
