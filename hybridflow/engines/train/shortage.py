@@ -10,7 +10,7 @@ attempt are played likewise; then all ranks agree that the attempt is void, drop
 
 That is enough where data parallelism (FSDP, HSDP) is the only axis. Ranks of tensor, sequence and pipeline parallelism
 exchange activations, whose sizes depend on the rows: there a rank plays the very micro-batch again, as shapes without
-memory (hollow.py).
+memory (hollow.py). Where several of these axes meet, the first shortage is an error.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ class Attempt:
         """First line of this rank's allocator error."""
 
     def run(self, play: Callable[[], None], stand_in: Callable[[], object], *, tokens: int, rows: int) -> None:
-        """Runs ``play``, a micro-batch; out of memory, it runs ``stand_in`` to the same sequence of collectives."""
+        """Runs ``play``, a micro-batch; out of memory, it runs ``stand_in`` to the same sequence of collectives.
+
+        Raises:
+            DeviceMemoryError: in layouts where ranks cannot stay in step: more than one of dp, tp, sp, pp.
+        """
         if self._void is not None:
             with Hollow({}) if self.hollow else contextlib.nullcontext():
                 stand_in()
@@ -98,6 +102,11 @@ class Attempt:
             self.reason = str(error).partition("\n")[0]
         # Only here, behind the except, are the frames gone that hold the pass's tensors.
         self._void = (tokens, rows)
+        if self._dims.world > max(self._dims.dp, self._dims.tp, self._dims.sp, self._dims.pp):
+            raise DeviceMemoryError(
+                f"rank {_rank()} ran out of memory in a micro-batch of {rows} rows, {tokens} tokens, and ranks of "
+                f"several kinds of parallelism at once cannot try again by themselves ({self.reason})"
+            )
         for model in self._models:
             if isinstance(model, FSDPModule):
                 model.reset_iter_state()
