@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 
 T = TypeVar("T", covariant=True)
@@ -64,24 +64,6 @@ class Mapped(Pending[T]):
     def seconds(self) -> float:
         """The other call's."""
         return self._call.seconds
-
-
-class Together(Pending[list[Any]]):
-    """The results by rank of several calls that need each other, as one list."""
-
-    __slots__ = ("_calls",)
-
-    def __init__(self, calls: Sequence[Pending[Any]]) -> None:
-        self._calls = calls
-
-    def wait(self) -> list[Any]:
-        """All results in the order of the calls; the first failure propagates at once."""
-        return [value for call in self._calls for value in call.wait()]
-
-    @property
-    def seconds(self) -> float:
-        """The longest call's."""
-        return max(call.seconds for call in self._calls)
 
 
 @overload

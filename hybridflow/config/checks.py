@@ -183,18 +183,11 @@ def _pools(config: PPOConfig) -> Iterator[Problem]:
 
 def _generator_apart(config: PPOConfig) -> Iterator[Problem]:
     """What a generator on devices of its own needs."""
-    if config.rollout_shares_devices:
-        if not config.actor_rollout_ref.hybrid_engine:
-            text = "means a generator on its own devices, and no pool hosts it"
-            fix = "Set trainer.pools.rollout.slots=[N] and trainer.pools.rollout.roles=[rollout]."
-            key, reads = "actor_rollout_ref.hybrid_engine", ("trainer.pools",)
-            yield Problem(key=key, given="False", text=text, fix=fix, reads=reads)
-        return
-    if config.trainer.controller == "local" and 1 in (config.world_of("actor"), config.world_of("rollout")):
-        text = "runs a pool of one slot inside the driver, where it cannot exchange weights with another pool"
-        fix = "Use trainer.controller=ray, or two slots or more in each pool."
-        reads = (*_device_keys(config, "actor"), *_device_keys(config, "rollout"))
-        yield Problem(key="trainer.controller", given="local", text=text, fix=fix, reads=reads)
+    if config.rollout_shares_devices and not config.actor_rollout_ref.hybrid_engine:
+        text = "means a generator on its own devices, and no pool hosts it"
+        fix = "Set trainer.pools.rollout.slots=[N] and trainer.pools.rollout.roles=[rollout]."
+        key, reads = "actor_rollout_ref.hybrid_engine", ("trainer.pools",)
+        yield Problem(key=key, given="False", text=text, fix=fix, reads=reads)
 
 
 def _batch_sizes(config: PPOConfig) -> Iterator[Problem]:

@@ -318,7 +318,14 @@ class Publisher:
         if self._group is None:
             return [own]
         found: list[T] = [own] * self._world
-        dist.all_gather_object(found, own, group=self._group)
+        try:
+            dist.all_gather_object(found, own, group=self._group)
+        except ValueError as error:
+            # To log a failure torch (2.13) looks the group up among those of its world, where a joint group is not.
+            failure: BaseException | None = error
+            while failure is not None and not isinstance(failure, RuntimeError):
+                failure = failure.__context__
+            raise failure or error from None
         return found
 
     def _source_name(self, name: str) -> str:

@@ -33,10 +33,11 @@ from hybridflow.roles.handles import (
     ReferenceHandle,
     RewardHandle,
     RolloutHandle,
-    SeparateWeightsHandle,
     WeightsHandle,
 )
 from hybridflow.roles.protocols import Checkpointed, Roles
+from hybridflow.roles.separate_weights import SeparateWeightsHandle
+from hybridflow.single_controller.replicas import ReplicaGroup
 from hybridflow.topology.resources import MAIN_POOL
 from hybridflow.trainer.checkpoint import CheckpointStore
 from hybridflow.trainer.ppo import PPOTrainer
@@ -253,7 +254,11 @@ def _weights(config: PPOConfig, groups: dict[str, WorkerGroup]) -> WeightsHandle
     senders = groups[config.pool_of("actor")]
     if config.rollout_shares_devices:
         return WeightsHandle(senders, "weights")
-    return SeparateWeightsHandle(senders, groups[config.pool_of("rollout")], "weights")
+    receivers = groups[config.pool_of("rollout")]
+    assert isinstance(receivers, ReplicaGroup), "open_groups makes one where the generator lives apart"
+    handle = SeparateWeightsHandle(senders, receivers, "weights")
+    receivers.welcome = handle.welcome
+    return handle
 
 
 def _write_config(config: PPOConfig, folder: Path) -> None:

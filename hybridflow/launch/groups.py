@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from hybridflow.batch.batch import Batch
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.trainer import TimeoutsConfig
 from hybridflow.dispatch.group import WorkerGroup, WorkerSpec
@@ -14,6 +15,8 @@ from hybridflow.engines.train.registry import TRAIN_ENGINES
 from hybridflow.launch.plan import PoolPlan, RunPlan
 from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import PRELOAD, LocalGroup
+from hybridflow.single_controller.replicas import Replica, ReplicaGroup
+from hybridflow.topology.resources import MAIN_POOL
 from hybridflow.utils.optional import load
 
 
@@ -24,16 +27,58 @@ def open_groups(
     groups: dict[str, WorkerGroup] = {}
     for name, pool_specs in specs.items():
         pool = plan.pool(name)
-        group = _open(config, pool, pool_specs, stack)
+        start = _starter(config, pool, pool_specs, stack)
+        if config.rollout_shares_devices or "rollout" not in pool.pool.roles:
+            group: WorkerGroup = start(0)
+        else:
+            group = _replicas(config, pool, start, keep=lambda rows: groups[MAIN_POOL].keep(rows.fetched()))
         stack.callback(group.shutdown)
         groups[name] = group
     return groups
 
 
-def _open(config: PPOConfig, plan: PoolPlan, specs: Sequence[WorkerSpec], stack: ExitStack) -> WorkerGroup:
+def _replicas(
+    config: PPOConfig, plan: PoolPlan, start: Callable[[int], Replica], *, keep: Callable[[Batch], Batch]
+) -> ReplicaGroup:
+    """A generator in a pool of its own. Where other roles live there too, their state would die with a replica."""
+    alone = plan.pool.roles == ("rollout",)
+    restarts = config.trainer.max_replica_restarts if alone else 0
+    return ReplicaGroup(
+        start, plan.replicas, restarts=restarts, hold=keep if restarts else _left_there, name=plan.pool.name
+    )
+
+
+def _left_there(rows: Batch) -> Batch:
+    """Rows whose process will not be outlived: its death is the run's."""
+    return rows
+
+
+def _starter(
+    config: PPOConfig, plan: PoolPlan, specs: Sequence[WorkerSpec], stack: ExitStack
+) -> Callable[[int], Replica]:
+    """Starts the group of a pool, or, of several equal ones, that of this number; any number of times."""
+    world = plan.pool.world // plan.replicas
+
+    def settings(number: int) -> GroupSettings:
+        name = plan.pool.name
+        return _settings(config, plan, name if plan.replicas == 1 else f"{name}.{number}")
+
+    if config.trainer.controller == "local":
+        preload = (*PRELOAD, *_imports(config, specs))
+        apart = not config.rollout_shares_devices
+        return lambda number: LocalGroup(world, specs, settings(number), preload=preload, apart=apart)
+    pool = load("hybridflow.single_controller.resource_pool:ResourcePool")(plan.pool.slots, name=plan.pool.name)
+    stack.callback(pool.release)  # a cluster that we joined lives on
+    slots = pool.parts(plan.replicas)
+    return lambda number: load("hybridflow.single_controller.ray_group:RayGroup")(
+        slots[number], specs, settings(number)
+    )
+
+
+def _settings(config: PPOConfig, plan: PoolPlan, name: str) -> GroupSettings:
     timeouts = config.trainer.timeouts
-    settings = GroupSettings(
-        name=plan.pool.name,
+    return GroupSettings(
+        name=name,
         environment=plan.environment,
         unset=plan.unset,
         device=plan.device,
@@ -44,11 +89,6 @@ def _open(config: PPOConfig, plan: PoolPlan, specs: Sequence[WorkerSpec], stack:
         default_deadline_s=timeouts.train_s,
         stack_folder=Path(config.trainer.default_local_dir) / "stacks",
     )
-    if config.trainer.controller == "local":
-        return LocalGroup(plan.pool.world, specs, settings, preload=(*PRELOAD, *_imports(config, specs)))
-    pool = load("hybridflow.single_controller.resource_pool:ResourcePool")(plan.pool.slots, name=plan.pool.name)
-    stack.callback(pool.release)  # a cluster that we joined lives on
-    return load("hybridflow.single_controller.ray_group:RayGroup")(pool, specs, settings)
 
 
 def _imports(config: PPOConfig, specs: Sequence[WorkerSpec]) -> list[str]:

@@ -109,6 +109,8 @@ class PoolPlan:
     """Variables that must be set before its processes import anything."""
     unset: tuple[str, ...] = ()
     """Variables that must not be set there."""
+    replicas: int = 1
+    """Groups of processes of its own, equal and in rank order: a generator that lives alone dies replica by replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

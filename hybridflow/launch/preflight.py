@@ -120,6 +120,7 @@ def _pools(config: PPOConfig, roles: tuple[RolePlan, ...], machine: Machine, dev
     share = trainer.threads_per_worker or max(1, machine.cores // on_devices)
     awake = trainer.nnodes == 1 and share * on_devices + machine.busy_cores <= machine.cores + _SLACK_CORES
     name = config.actor_rollout_ref.rollout.name
+    generator = next(role for role in roles if role.role == "rollout")
     found = []
     for pool, counts in slots.items():
         members = tuple(role.role for role in roles if role.pool == pool)
@@ -135,6 +136,7 @@ def _pools(config: PPOConfig, roles: tuple[RolePlan, ...], machine: Machine, dev
                 threads=threads,
                 environment=variables,
                 unset=rollout_environment.unset(name, kind) if hosts_rollout else (),
+                replicas=generator.dims.dp if members == ("rollout",) else 1,
             )
         )
     return tuple(found)

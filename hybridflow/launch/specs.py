@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.config.root import PPOConfig
@@ -50,6 +50,8 @@ def worker_specs(
         total_steps: length of learning-rate schedules in trainer steps; None when no schedule needs it.
     """
     dims = {role.role: role.dims for role in plan.roles}
+    apart = plan.pool(plan.role("rollout").pool).replicas
+    dims["rollout"] = replace(dims["rollout"], dp_shard=dims["rollout"].dp_shard // apart)  # what one group hosts
     rollout_tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     arguments: dict[str, Mapping[str, Any]] = {
         "actor": {
@@ -64,6 +66,7 @@ def worker_specs(
             "model_path": source.policy,
             "eos_token_ids": source.eos_token_ids,
             "vocab_limit": source.vocab_limit,
+            "replicas": apart,
         },
         "critic": {"model_path": source.critic, "total_steps": total_steps},
         "cost_critic": {"model_path": source.critic, "total_steps": total_steps, "role": "cost_critic"},

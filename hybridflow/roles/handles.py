@@ -14,11 +14,10 @@ import torch
 
 from hybridflow.batch.balance import balance, row_cost
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.futures import Mapped, Pending, Together
+from hybridflow.batch.futures import Mapped, Pending
 from hybridflow.dispatch.group import WorkerGroup
 from hybridflow.roles.profiles import CallProfile, StepCosts
 from hybridflow.roles.protocols import Metrics, PublishNow, SamplingMode
-from hybridflow.utils.errors import StateError
 
 
 class Handle:
@@ -198,36 +197,6 @@ class ObserverHandle(Handle):
     def finish_profile(self) -> Pending[list[CallProfile]]:
         """See ``roles.protocols.Observer``."""
         return Mapped(self._call("finish_profile"), lambda ranks: [call for found in ranks for call in found])
-
-
-class SeparateWeightsHandle:
-    """The way from the actor's weights to a generator in another pool: both sides of a publish at once.
-
-    Args:
-        senders: group of the actor.
-        receivers: group of the generator.
-        role: its name in both.
-    """
-
-    def __init__(self, senders: WorkerGroup, receivers: WorkerGroup, role: str) -> None:
-        self._senders = senders
-        self._receivers = receivers
-        self._role = role
-
-    def join(self) -> None:
-        """Makes the group of both pools; before the first publish."""
-        meeting = self._senders.call(self._role, "meeting").wait()
-        self._both("join", meeting=meeting, senders=self._senders.world, receivers=self._receivers.world).wait()
-
-    def publish(self, *, version: int, between_steps: bool = False) -> Pending[Metrics]:
-        """See ``roles.protocols.Weights``. Raises StateError for ``between_steps``: both sides must be free."""
-        if between_steps:
-            raise StateError("a generator in a pool of its own gets weights between generations, not between steps")
-        return Mapped(self._both("publish", version=version), combine_ranks)
-
-    def _both(self, method: str, **kwargs: Any) -> Pending[list[Any]]:
-        calls = [group.call(self._role, method, **kwargs) for group in (self._senders, self._receivers)]
-        return Together(calls)
 
 
 def combine_ranks(per_rank: Sequence[Metrics]) -> Metrics:

@@ -55,9 +55,24 @@ class CallCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """What one rank of a generator did in a step."""
+
+    tokens: float
+    """Of responses; ranks that sample the same ones share them."""
+    flops: float
+    """Of the generator's matrices, shared likewise."""
+    seconds: float
+    peak_flops: float
+    """FLOP/s that its device could reach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     """What one rank did in a step."""
 
     calls: tuple[CallCost, ...]
     metrics: Mapping[str, float]
     """What roles have to say about their work; equal on all ranks."""
+    generated: Generated | None = None
+    """None: nothing."""

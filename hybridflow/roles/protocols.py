@@ -104,6 +104,14 @@ class PublishNow:
     """Engine steps of the running generation that come first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """What a rank of the trainers returns of a link to a replica that broke; its part of the link is gone."""
+
+    reason: str
+    """The traceback."""
+
+
 class Observer(Protocol):
     """Looks on in every process of a pool."""
 

@@ -173,7 +173,7 @@ class LaneGroup:
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
         """See ``WorkerGroup.call``."""
-        if self._ended:
+        if self._ended and not isinstance(self._broken, LostError):  # who called a dead one is told that it is dead
             raise StateError(f"group {self.name!r} was shut down: {role}.{method} cannot be called")
         if self._broken is not None:
             raise self._because(f"group {self.name!r} cannot go on after: {self._broken}") from self._broken
@@ -225,12 +225,14 @@ class LaneGroup:
         return self._lanes.control("dump_stacks", range(self._world), timeout_s)
 
     def shutdown(self) -> None:
-        """See ``WorkerGroup.shutdown``. Waits for calls that still run only when the group is healthy."""
+        """See ``WorkerGroup.shutdown``. Waits for calls that still run only when all groups are healthy."""
         if self._ended:
             return
+        if self._broken is None and (death := self.first_death()) is not None:
+            self._broken = LostError(death)  # what still waits is told why, not that somebody has tidied up
         self._ended = True
         health.dismiss(self)
-        self._lanes.end(polite=self._broken is None and not self._lanes.deaths())
+        self._lanes.end(polite=self._broken is None and health.death_elsewhere(self) is None)
 
     # ---------------------------------------------------------------------------------------------------- waiting
 

@@ -61,15 +61,17 @@ CLOSE_TIMEOUT_S = 20.0
 class LocalGroup(LaneGroup):
     """A group of ``n`` ranks on this machine.
 
-    With one rank the workers live in the calling process and thread: a call has run when it returns, deadlines cannot
-    interrupt it, and ``environment`` must already hold (a difference is logged). Above, each rank is a process of a
-    fork server: the calling script needs the ``if __name__ == "__main__"`` guard, as all of multiprocessing does.
+    With one rank (not ``apart``) the workers live in the calling process and thread: a call has run when it returns,
+    deadlines cannot interrupt it, and ``environment`` must already hold (a difference is logged). Above, each rank is a
+    process of a fork server: the calling script needs the ``if __name__ == "__main__"`` guard, as all of
+    multiprocessing does.
 
     Args:
         n: ranks.
         specs: roles, built in this order on every rank.
         settings: name, device and deadlines; on ``cuda`` rank r uses ``cuda:r``.
         preload: modules for the process-wide fork server, without effect once it runs; empty leaves its list alone.
+        apart: whether a single rank is a process, too.
 
     Raises:
         ConfigError: see ``CallTable``.
@@ -83,6 +85,7 @@ class LocalGroup(LaneGroup):
         settings: GroupSettings | None = None,
         *,
         preload: Sequence[str] = PRELOAD,
+        apart: bool = False,
     ) -> None:
         settings = settings or GroupSettings(name="local")
         table = CallTable(specs, n)
@@ -101,7 +104,8 @@ class LocalGroup(LaneGroup):
             for rank in range(n)
         ]
         ports = settings.ports
-        lanes: Lanes = _InProcess(plans[0], settings.environment, ports) if n == 1 else _Forked(plans, ports, preload)
+        within = n == 1 and not apart
+        lanes: Lanes = _InProcess(plans[0], settings.environment, ports) if within else _Forked(plans, ports, preload)
         super().__init__(lanes, table, world=n, settings=settings)
 
 

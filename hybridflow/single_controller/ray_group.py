@@ -27,7 +27,7 @@ from hybridflow.single_controller.lanes import GroupSettings, LaneGroup
 from hybridflow.single_controller.oom import OomKills, oom_kills
 from hybridflow.single_controller.ray_actor import CONTROL, RankActor
 from hybridflow.single_controller.ray_store import RayKept
-from hybridflow.single_controller.resource_pool import ResourcePool, Slot
+from hybridflow.single_controller.resource_pool import Slot, Slots
 from hybridflow.single_controller.wire import pack, unpack
 from hybridflow.utils.errors import LostError
 
@@ -58,7 +58,7 @@ class RayGroup(LaneGroup):
         StateError, ShortageError: see ``ResourcePool.occupy``.
     """
 
-    def __init__(self, pool: ResourcePool, specs: Sequence[WorkerSpec], settings: GroupSettings | None = None) -> None:
+    def __init__(self, pool: Slots, specs: Sequence[WorkerSpec], settings: GroupSettings | None = None) -> None:
         settings = settings or GroupSettings(name="ray")
         table = CallTable(specs, pool.world)
         slots = pool.occupy(settings.name, device=settings.device)
@@ -100,7 +100,7 @@ def import_path() -> list[str]:
 class _Actors:
     """Lanes over Ray actors."""
 
-    def __init__(self, actors: Sequence[ActorHandle[RankActor]], pool: ResourcePool) -> None:
+    def __init__(self, actors: Sequence[ActorHandle[RankActor]], pool: Slots) -> None:
         self.moved = 0
         self._actors = list(actors)
         self._pool = pool

@@ -1,15 +1,19 @@
 """Replicas of a generator, each a group of its own: one that dies is started again and its rows are done again.
 
     call(rows) -> rows 0..a to replica 0 | rows a..b to replica 1 | ...      (a replica's world is its own)
-    replica 1 dies -> a new one is opened -> it is welcomed (gets the current weights) -> rows a..b go to it again
+    replica 1 dies -> a new one is opened, whoever waits -> it is welcomed (gets the weights) -> rows a..b go to it
 
 A row's result must depend on the row alone (a request's seed is made of step, prompt and sample): rows that are done
-again then come out as they would have the first time, and the trainer that waits notices nothing but time.
+again then come out as they would have the first time, and the trainer that waits notices nothing but time. What a
+replica made does not die with it: rows are taken over as soon as they are there (``hold``).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
@@ -18,9 +22,14 @@ from hybridflow.batch.batch import Batch, concat
 from hybridflow.batch.futures import Pending
 from hybridflow.dispatch.group import Fetched, WorkerGroup
 from hybridflow.single_controller import health
+from hybridflow.single_controller.pace import Pace
 from hybridflow.utils.errors import LostError
 
 log = logging.getLogger(__name__)
+
+NOTICE_S = 3.0
+"""How long after a loss a dead process is looked for before the replica counts as alive."""
+POLL_S = 0.05
 
 
 class Replica(WorkerGroup, health.Mortal, Protocol):
@@ -31,13 +40,13 @@ class ReplicaGroup:
     """A ``WorkerGroup`` over groups that can be replaced one by one.
 
     A call with a batch is split by rows, in order; any other call goes to every replica and its results are one list,
-    rank by rank where each replica answers by rank.
+    rank by rank where each replica answers by rank. The answer of a single replica is given as it is.
 
     Args:
-        open_replica: opens the replica of this number; the first start and every later one.
+        open_replica: opens the replica of this number without waiting for it; the first start and every later one.
         count: replicas.
-        welcome: gives a new replica what it must hold before any row goes to it.
-        restarts: how many deaths are made good in the life of this group.
+        restarts: how many deaths of each replica are made good in the life of this group.
+        hold: rows that a replica made, kept where its death does not reach them.
         name: shown in errors.
     """
 
@@ -46,19 +55,31 @@ class ReplicaGroup:
         open_replica: Callable[[int], Replica],
         count: int,
         *,
-        welcome: Callable[[WorkerGroup], None],
         restarts: int,
+        hold: Callable[[Batch], Batch] = Batch.fetched,
         name: str = "replicas",
     ) -> None:
         self.name = name
         self.restarted = 0
         """Replicas that were started again so far."""
+        self.welcome: Callable[[int, WorkerGroup], None] = _nothing
+        """Gives the replica of this number what it must hold before any call goes to it."""
+        self.hold = hold
         self._open = open_replica
-        self.welcome = welcome
         self._restarts = restarts
-        self._replicas: list[WorkerGroup] = []
-        for number in range(count):
-            self._replicas.append(self._opened(number))
+        self._deaths: Counter[int] = Counter()
+        self._lock = threading.RLock()
+        self._lost: str | None = None
+        self._new = set(range(count))
+        self._pace = Pace()
+        self._replicas: list[Replica] = []
+        try:
+            for number in range(count):
+                self._replicas.append(self._opened(number))
+        except BaseException:  # a signal at the start, too, must not leave the first ones behind
+            self.shutdown()
+            raise
+        health.enlist(self)
 
     @property
     def world(self) -> int:
@@ -66,42 +87,80 @@ class ReplicaGroup:
         return sum(replica.world for replica in self._replicas)
 
     @property
-    def replicas(self) -> Sequence[WorkerGroup]:
-        """The living ones, by number."""
-        return tuple(self._replicas)
+    def count(self) -> int:
+        """Replicas."""
+        return len(self._replicas)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
         """See ``WorkerGroup.call``; a replica that dies before its answer is replaced and called again."""
         return _Shared(self, role, method, args, kwargs)
 
     def wait_ready(self) -> None:
-        """See ``WorkerGroup.wait_ready``; a replica that dies while it starts is started again."""
-        for number in range(len(self._replicas)):
-            try:
-                self._replicas[number].wait_ready()
-            except LostError as error:
-                self.replace(number, self._replicas[number], error)
+        """See ``WorkerGroup.wait_ready``; a replica that dies meanwhile is started again. None is welcomed yet."""
+        for number in range(self.count):
+            self._wait_ready(number)
 
-    def replace(self, number: int, dead: WorkerGroup, error: LostError) -> None:
-        """A new replica stands in the place of ``dead`` and was welcomed; nothing when that was done already.
+    def standing(self, number: int) -> Replica | None:
+        """The replica of this number; None while it is new: it must be welcomed first."""
+        return None if number in self._new else self._replicas[number]
+
+    def ready(self, number: int) -> Replica:
+        """The replica of this number, once it stands and was welcomed."""
+        while number in self._new:
+            replica = self._wait_ready(number)
+            try:
+                self.welcome(number, replica)
+            except LostError as error:
+                self.make_good(number, replica, error)
+            else:
+                with self._lock:
+                    if self._replicas[number] is replica:
+                        self._new.discard(number)
+        return self._replicas[number]
+
+    def lives(self, number: int, replica: WorkerGroup) -> bool:
+        """Whether this replica, of which something was lost, has all its processes."""
+        until = time.monotonic() + NOTICE_S
+        while self._replicas[number] is replica and self._replicas[number].first_death() is None:
+            if time.monotonic() > until:
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def make_good(self, number: int, replica: WorkerGroup, error: LostError) -> None:
+        """Another replica, still new, stands in the place of this one, which ``error`` says is dead.
 
         Raises:
-            LostError: no restart is left.
+            LostError: ``error`` itself, when the replica lives and the loss is not its own; no restart is left.
         """
-        if self._replicas[number] is not dead:
-            return
-        dead.shutdown()
-        if self.restarted == self._restarts:
-            raise LostError(f"replica {number} of group {self.name!r} died and no restart is left: {error}") from error
-        self.restarted += 1
-        log.error("replica %d of group %r is started again (%d of %d): %s",
-                  number, self.name, self.restarted, self._restarts, error)  # fmt: skip
-        fresh = self._replicas[number] = self._opened(number)
-        try:
-            fresh.wait_ready()
-            self.welcome(fresh)
-        except LostError as again:
-            self.replace(number, fresh, again)
+        if self._lost is None and self.lives(number, replica):
+            raise error
+        self._replace(number, replica, str(error))
+
+    def first_death(self) -> str | None:
+        """A death that cannot be made good, as text. Any other leads to a new process at once, whoever waits here."""
+        for number, replica in enumerate(tuple(self._replicas)):
+            if (text := replica.first_death()) is not None:
+                try:
+                    self._replace(number, replica, text)
+                except LostError as error:
+                    return str(error)
+        return self._lost
+
+    def keep_stacks(self) -> None:
+        """Stacks of all replicas, where each writes its own."""
+        for replica in self._replicas:
+            replica.keep_stacks()
+
+    def took(self, method: str, seconds: Mapping[int, float]) -> None:
+        """Notes how long each replica took for a call."""
+        behind = self._pace.took(method, seconds)
+        if behind is not None:
+            number, longest, others_s = behind
+            log.warning(
+                "straggler: replica %d of group %r took %.1f s for %s, the others %.1f s (median); shown once",
+                number, self.name, longest, method, others_s,
+            )  # fmt: skip
 
     def ping(self, *, timeout_s: float = 10.0) -> dict[int, float]:
         """See ``WorkerGroup.ping``; ranks are numbered over all replicas."""
@@ -121,8 +180,8 @@ class ReplicaGroup:
         raise IndexError(f"group {self.name!r} has {self.world} ranks")
 
     def stragglers(self) -> Mapping[str, float]:
-        """See ``WorkerGroup.stragglers``: within replicas; the worst of them."""
-        worst: dict[str, float] = {}
+        """See ``WorkerGroup.stragglers``: within replicas and among them; the worst."""
+        worst = self._pace.take_ratios()
         for replica in self._replicas:
             for method, ratio in replica.stragglers().items():
                 worst[method] = max(ratio, worst.get(method, 0.0))
@@ -142,13 +201,40 @@ class ReplicaGroup:
 
     def shutdown(self) -> None:
         """See ``WorkerGroup.shutdown``."""
+        health.dismiss(self)
         for replica in self._replicas:
             replica.shutdown()
 
-    def _opened(self, number: int) -> WorkerGroup:
+    def _opened(self, number: int) -> Replica:
         replica = self._open(number)
         health.dismiss(replica)  # its death is ours to make good: waits on other groups go on
         return replica
+
+    def _wait_ready(self, number: int) -> Replica:
+        while True:
+            replica = self._replicas[number]
+            try:
+                replica.wait_ready()
+            except LostError as error:
+                self.make_good(number, replica, error)
+            else:
+                return replica
+
+    def _replace(self, number: int, dead: WorkerGroup, reason: str) -> None:
+        with self._lock:
+            if self._replicas[number] is not dead:  # somebody else who waits has noticed it before
+                return
+            if self._lost is None and self._deaths[number] == self._restarts:
+                self._lost = f"replica {number} of group {self.name!r} died and no restart is left: {reason}"
+            if self._lost is not None:
+                raise LostError(self._lost)
+            self._deaths[number] += 1
+            self.restarted += 1
+            log.error("replica %d of group %r is started again (%d of %d): %s",
+                      number, self.name, self._deaths[number], self._restarts, reason)  # fmt: skip
+            dead.shutdown()
+            self._new.add(number)
+            self._replicas[number] = self._opened(number)
 
     def _by_rank(self, answers: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
         found, first = {}, 0
@@ -168,7 +254,7 @@ class _Shared(Pending[Any]):
         self._role = role
         self._method = method
         self._has_rows = any(isinstance(value, Batch) for value in (*args, *kwargs.values()))
-        count = len(group.replicas)
+        count = group.count
         self._shares = [
             (tuple(_part(value, i, count) for value in args), {k: _part(v, i, count) for k, v in kwargs.items()})
             for i in range(count)
@@ -180,6 +266,10 @@ class _Shared(Pending[Any]):
         """See ``Pending.wait``: rows in their order, or the results of all replicas."""
         for number in range(len(self._results), len(self._shares)):
             self._results.append(self._result(number))
+            if number + 1 == len(self._shares):
+                self._group.took(self._method, dict(enumerate(self._seconds())))
+        if len(self._results) == 1:
+            return self._results[0]
         if self._has_rows:
             return _joined(self._results)
         by_rank = all(isinstance(result, list) for result in self._results)
@@ -188,11 +278,16 @@ class _Shared(Pending[Any]):
     @property
     def seconds(self) -> float:
         """See ``Pending.seconds``: of the slowest replica."""
-        return max(sent[1].seconds for sent in self._sent if sent is not None)
+        return max(self._seconds())
+
+    def _seconds(self) -> list[float]:
+        return [sent[1].seconds for sent in self._sent if sent is not None]
 
     def _send(self, number: int) -> tuple[WorkerGroup, Pending[Any]] | None:
-        """The call on one replica; None where it is known to be dead already."""
-        replica = self._group.replicas[number]
+        """The call on one replica; None where it is new, or known to be dead already: ``wait`` calls it."""
+        replica = self._group.standing(number)
+        if replica is None:
+            return None
         args, kwargs = self._shares[number]
         try:
             return replica, replica.call(self._role, self._method, *args, **kwargs)
@@ -201,15 +296,21 @@ class _Shared(Pending[Any]):
 
     def _result(self, number: int) -> Any:
         while True:
-            replica = self._group.replicas[number]
+            replica = self._group.ready(number)
             try:
                 sent = self._sent[number]
                 if sent is None or sent[0] is not replica:
                     args, kwargs = self._shares[number]
                     sent = self._sent[number] = (replica, replica.call(self._role, self._method, *args, **kwargs))
-                return sent[1].wait()
+                result = sent[1].wait()
+                return self._held(result) if self._has_rows else result
             except LostError as error:
-                self._group.replace(number, replica, error)
+                self._group.make_good(number, replica, error)
+
+    def _held(self, result: Any) -> Any:
+        if isinstance(result, tuple):
+            return tuple(self._held(part) for part in result)
+        return self._group.hold(result) if isinstance(result, Batch) else result
 
 
 def _part(value: Any, number: int, count: int) -> Any:
@@ -227,3 +328,7 @@ def _joined(results: Sequence[Any]) -> Any:
     if isinstance(results[0], tuple):
         return tuple(_joined(parts) for parts in zip(*results, strict=True))
     return list(results)
+
+
+def _nothing(number: int, replica: WorkerGroup) -> None:
+    """A replica that needs nothing."""

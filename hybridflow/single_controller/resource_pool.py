@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray._private.state import available_resources_per_node  # no public call gives what is free by node (ray 2.60)
@@ -37,6 +37,23 @@ class Slot:
     """Threads that its process may use."""
     options: Mapping[str, Any]
     """Ray actor options that put a process there."""
+
+
+class Slots(Protocol):
+    """Places for the ranks of one group."""
+
+    @property
+    def world(self) -> int:
+        """How many."""
+        ...
+
+    def occupy(self, group: str, *, device: str) -> list[Slot]:
+        """The slots, now held by ``group``; by rank."""
+        ...
+
+    def vacate(self) -> None:
+        """Another group may hold the slots now; they stay reserved."""
+        ...
 
 
 class ResourcePool:
@@ -77,9 +94,19 @@ class ResourcePool:
                 f"pool {self.name!r} is held by group {self._occupant!r}: give group {group!r} its own pool, or put "
                 "its roles into that group"
             )
+        slots = self.reserved(device)
+        self._occupant = group
+        return slots
+
+    def parts(self, count: int) -> list[PoolPart]:
+        """``count`` equal runs of consecutive slots, each for a group of its own; then no group may hold them all."""
+        world = self.world // count
+        return [PoolPart(self, number * world, world) for number in range(count)]
+
+    def reserved(self, device: str) -> list[Slot]:
+        """All slots, by rank, reserved at the first call. Raises ShortageError: see ``occupy``."""
         if device not in self._slots:
             self._slots[device] = self._reserve(device)
-        self._occupant = group
         return self._slots[device]
 
     def vacate(self) -> None:
@@ -159,6 +186,29 @@ class ResourcePool:
         kind = "GPUs" if resource == "GPU" else f"CPU slots (Ray resource {resource})"
         needed = " + ".join(map(str, self.slots_per_node))
         return "\n".join([f"pool {self.name!r} needs {needed} {kind}, one sum per node; they {what}:", *lines])
+
+
+class PoolPart:
+    """Consecutive slots of a pool for one of several groups: they stay reserved when that group is replaced.
+
+    Args:
+        pool: reserves the slots, for all its parts at once.
+        first: position of the first of them.
+        world: how many.
+    """
+
+    def __init__(self, pool: ResourcePool, first: int, world: int) -> None:
+        self.world = world
+        self._pool = pool
+        self._first = first
+
+    def occupy(self, group: str, *, device: str) -> list[Slot]:
+        """See ``Slots.occupy``; ``group`` follows another only when that has vacated them."""
+        del group
+        return self._pool.reserved(device)[self._first : self._first + self.world]
+
+    def vacate(self) -> None:
+        """See ``Slots.vacate``."""
 
 
 def _nodes() -> list[dict[str, Any]]:

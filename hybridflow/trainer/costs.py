@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from hybridflow.roles.profiles import StepCosts
+from hybridflow.roles.profiles import Generated, StepCosts
 
 _GB = 1e9
 
@@ -18,6 +18,7 @@ def cost_metrics(pools: Sequence[Sequence[StepCosts]], step_seconds: float) -> d
     """
     found: dict[str, float] = {}
     for ranks in pools:
+        found |= generation_metrics([costs.generated for costs in ranks if costs.generated is not None])
         busy: defaultdict[str, float] = defaultdict(float)
         communicating: defaultdict[str, float] = defaultdict(float)
         for costs in ranks:
@@ -33,3 +34,15 @@ def cost_metrics(pools: Sequence[Sequence[StepCosts]], step_seconds: float) -> d
             found[f"perf/communication_s/{role}"] = communicating[role]
             found[f"perf/idle_s/{role}"] = max(0.0, step_seconds - seconds)
     return found
+
+
+def generation_metrics(ranks: Sequence[Generated]) -> dict[str, float]:
+    """MFU, tokens of responses per second and device, and balance of a generator's ranks; empty without any."""
+    if not ranks:
+        return {}
+    device_seconds = max(rank.seconds for rank in ranks) * len(ranks)
+    return {
+        "perf/tokens_per_second_per_device/rollout": sum(rank.tokens for rank in ranks) / device_seconds,
+        "perf/mfu/rollout": sum(rank.flops / rank.peak_flops for rank in ranks) / device_seconds,
+        "perf/imbalance/rollout": device_seconds / sum(rank.seconds for rank in ranks),
+    }

@@ -214,7 +214,7 @@ _WORK = (
         )
     ),
     *_section(
-        "workers/rollout.py",
+        "trainer/costs.py",
         ("perf/mfu/rollout", "0..1", "FLOPs of the generator's matrices over what the devices could do in that time"),
         ("perf/tokens_per_second_per_device/rollout", "tokens/s", "tokens of responses"),
         ("perf/imbalance/rollout", "from 1", "generation time of the slowest rank over the mean"),
@@ -247,6 +247,11 @@ _SAFE = (
 )
 _PUBLISH = _section(
     "hybrid_engine/publish.py",
+    (
+        "rollout/replica_restarts",
+        "restarts",
+        "replicas of a generator in a pool of its own that were started again so far",
+    ),
     ("publish/bytes", "bytes", "received over all ranks"),
     ("publish/sent_bytes", "bytes", "sent over all ranks"),
     ("publish/local_bytes", "bytes", "copied within a rank"),

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import RankContext
 from hybridflow.dispatch.register import register
-from hybridflow.roles.profiles import CallCost, CallProfile, StepCosts
+from hybridflow.roles.profiles import CallCost, CallProfile, Generated, StepCosts
 from hybridflow.workers.communication import CollectiveTime
 from hybridflow.workers.peak_memory import PeakMemory
 from hybridflow.workers.profiler import CallProfiler
@@ -28,6 +28,15 @@ class Measured(Protocol):
 
     def take_work(self) -> Mapping[str, float]:
         """Metrics of the work since the last call. Collective: every rank calls it; equal on all ranks."""
+        ...
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """A worker that counts what it generates."""
+
+    def take_generated(self) -> Generated | None:
+        """What this rank did since the last call; None: nothing."""
         ...
 
 
@@ -72,11 +81,12 @@ class ObserverWorker:
         """Forgets what came before: validation, checkpoints, the start."""
         self._calls.clear()
         self._work()
+        self._generated()
 
     @register(dispatch="ONE_TO_ALL")
     def step_costs(self) -> StepCosts:
         """Every call since ``begin_step``, and what the roles have to say."""
-        return StepCosts(calls=tuple(self._calls), metrics=self._work())
+        return StepCosts(calls=tuple(self._calls), metrics=self._work(), generated=self._generated())
 
     def _work(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -84,6 +94,10 @@ class ObserverWorker:
             if isinstance(worker, Measured):
                 found.update(worker.take_work())
         return found
+
+    def _generated(self) -> Generated | None:
+        taken = [worker.take_generated() for worker in self._context.siblings.values() if isinstance(worker, Generator)]
+        return next(iter(taken), None)
 
     @register(dispatch="ONE_TO_ALL")
     def start_profile(self, folder: str) -> None:

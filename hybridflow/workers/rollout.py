@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig
 
 from hybridflow.batch.batch import Batch
@@ -21,6 +20,7 @@ from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
 from hybridflow.engines.train.work import peak_flops
 from hybridflow.hybrid_engine.residency import Actions, Residency, State
 from hybridflow.hybrid_engine.start_check import check_layout
+from hybridflow.roles.profiles import Generated
 from hybridflow.roles.protocols import PublishNow, SamplingMode
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import StateError
@@ -44,10 +44,11 @@ class RolloutWorker:
     Args:
         context: where this rank runs.
         config: the whole configuration.
-        dims: generation layout (dp_shard = replicas, tp).
+        dims: generation layout of this group (dp_shard, tp).
         model_path: folder of the architecture; weights come by publish.
         eos_token_ids: every id that ends a response.
         vocab_limit: tokenizer size; ids beyond it are never sampled.
+        replicas: groups like this one that share the rows of a step.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class RolloutWorker:
         model_path: str,
         eos_token_ids: tuple[int, ...],
         vocab_limit: int,
+        replicas: int = 1,
     ) -> None:
         self._config = config
         self._mailbox = context.mailbox
@@ -67,13 +69,13 @@ class RolloutWorker:
         self.publish: Callable[[int], None] = _no_publisher
         """Brings new weights between two steps; the weights worker puts itself here."""
         self._context = context
-        self._done = torch.zeros(3, dtype=torch.float64)
-        """Tokens of responses, FLOPs and seconds since they were last asked for."""
+        self._generated: list[tuple[float, float, float]] = []
+        """Tokens of responses, FLOPs and seconds of each generation since they were last asked for."""
         self._eos = eos_token_ids
         rollout = config.actor_rollout_ref.rollout
         # On devices of its own nobody needs the memory that it would free.
         self._frees_memory = rollout.free_cache_engine and config.rollout_shares_devices
-        rows = -(-config.data.train_batch_size * rollout.n // dims.dp)
+        rows = -(-config.data.train_batch_size * rollout.n // (dims.dp * replicas))
         self.dims = dims
         self.engine: RolloutEngine = load(ROLLOUT_ENGINES[rollout.name])(
             model_path=model_path,
@@ -149,28 +151,22 @@ class RolloutWorker:
     def _count(self, prompts: Sequence[int], completions: Sequence[Completion], seconds: float) -> None:
         responses = [len(completion.token_ids) for completion in completions]
         flops = self._flops(sum(prompts), sum(responses))
-        self._done += torch.tensor([sum(responses), flops, seconds], dtype=torch.float64)
+        self._generated.append((sum(responses), flops, seconds))
 
-    def take_work(self) -> Mapping[str, float]:
-        """MFU, tokens of responses per second and device, and balance since the last call. Collective."""
-        (tokens, flops, seconds), self._done = self._done.tolist(), torch.zeros(3, dtype=torch.float64)
-        world = self._context.world
-        sums = torch.tensor([tokens, flops, seconds], dtype=torch.float64, device=self._context.device)
-        slowest = sums[2].clone()
-        if world > 1:
-            dist.all_reduce(sums)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        tokens, flops, seconds = sums.tolist()
-        if not seconds:
-            return {}
-        device_seconds = float(slowest) * world
-        peak = peak_flops(self._context.device, getattr(torch, DTYPES[self._config.actor_rollout_ref.rollout.dtype]))
-        # Tensor-parallel ranks have counted the same sequences.
-        return {
-            "perf/tokens_per_second_per_device/rollout": tokens / self.dims.tp / device_seconds,
-            "perf/mfu/rollout": flops / self.dims.tp / device_seconds / peak,
-            "perf/imbalance/rollout": device_seconds / seconds,
-        }
+    def take_generated(self) -> Generated | None:
+        """What this rank did since the last call; None: nothing."""
+        generated, self._generated = self._generated, []
+        if not generated:
+            return None
+        tokens, flops, seconds = map(sum, zip(*generated, strict=True))
+        return Generated(
+            tokens=tokens / self.dims.tp,  # tensor-parallel ranks have counted the same sequences
+            flops=flops / self.dims.tp,
+            seconds=seconds,
+            peak_flops=peak_flops(
+                self._context.device, getattr(torch, DTYPES[self._config.actor_rollout_ref.rollout.dtype])
+            ),
+        )
 
     def _requests(self, prompts: Batch, step: int, mode: SamplingMode) -> list[Request]:
         sampling = self._sampling(mode)

@@ -7,7 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,24 +28,34 @@ class Kill:
     rank: int = 1
     delay_s: float = 0.0
     """From when the call was sent."""
+    group: str = ""
+    """Calls of this group alone count."""
+    victim: str = ""
+    """Group of the rank that is killed; empty: the one that is called."""
 
 
 @contextmanager
 def killing(*kills: Kill) -> Iterator[list[int]]:
     """Carries out each kill once; the pids that were killed, each followed by those of its children."""
-    call, counts, killed = LaneGroup.call, Counter[str](), list[int]()
+    call, counts, killed = LaneGroup.call, Counter[tuple[str, str]](), list[int]()
+    groups: dict[str, LaneGroup] = {}
     done: list[Kill] = []
 
     def dangerous(group: LaneGroup, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        counts[method] += 1
+        groups[group.name] = group
+        counts[method, ""] += 1
+        counts[method, group.name] += 1
         pending = call(group, role, method, *args, **kwargs)
         for kill in kills:
-            if (kill.method, kill.number) == (method, counts[method]):
-                place = group._lanes.place(kill.rank)
+            hits = kill.method == method and kill.group in ("", group.name)
+            if hits and kill.number == counts[method, kill.group]:
+                victim = groups.get(kill.victim, group)
+                place = victim._lanes.place(kill.rank)
                 assert place is not None
                 time.sleep(kill.delay_s)
                 children = health.descendants([place.pid])
-                os.kill(place.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # an earlier kill was not noticed yet
+                    os.kill(place.pid, signal.SIGKILL)
                 killed.extend([place.pid, *children])
                 done.append(kill)
         return pending

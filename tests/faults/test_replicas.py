@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -31,13 +32,13 @@ Open = Callable[..., ReplicaGroup]
 def open_replicas() -> Iterator[Open]:
     opened = []
 
-    def give(welcome: Callable[[WorkerGroup], None] | None = None) -> ReplicaGroup:
+    def give(welcome: Callable[[int, WorkerGroup], None] | None = None, **settings: Any) -> ReplicaGroup:
         group = ReplicaGroup(
             lambda number: LocalGroup(2, SPEC, GroupSettings(name=f"replica{number}"), preload=()),
             2,
-            welcome=welcome or (lambda replica: replica.call("server", "hold", 3).wait()),
-            restarts=2,
+            **{"restarts": 2, **settings},
         )
+        group.welcome = welcome or (lambda number, replica: replica.call("server", "hold", 3).wait())
         opened.append(group)
         group.wait_ready()
         return group
@@ -79,27 +80,71 @@ def test_a_replica_killed_while_it_serves_is_replaced_and_its_rows_are_done_agai
     assert not set(after[victim]) & set(before[victim])
 
 
-def test_a_wait_on_another_group_does_not_notice_what_is_made_good(open_replicas):
+@pytest.fixture
+def trainer() -> Iterator[LocalGroup]:
+    group = LocalGroup(2, SPECS, preload=())
+    group.wait_ready()
+    yield group
+    group.shutdown()
+
+
+def test_a_wait_on_another_group_starts_the_new_process_and_goes_on(open_replicas, trainer):
     group = open_replicas()
-    trainer = LocalGroup(2, SPECS, preload=())
-    try:
-        trainer.wait_ready()
-        kill_later(pids(group)[0][0])
-        trainer.call("echo", "doze", seconds=1.5).wait()
-    finally:
-        trainer.shutdown()
+    before = pids(group)
+    kill_later(before[0][0])
+    trainer.call("echo", "doze", seconds=2.0).wait()
+    assert group.restarted == 1 and health.wait_gone(before[0], timeout_s=0.0) == [], (
+        "it is replaced before it is asked"
+    )
+    assert group.standing(0) is None, "no row goes to it before it was welcomed"
+    assert group.call("server", "serve", ROWS).wait()["y"].tolist() == [3000 + i for i in range(7)]
+    assert group.restarted == 1
+
+
+def test_a_death_that_cannot_be_made_good_ends_a_wait_on_another_group(open_replicas, trainer):
+    group = open_replicas(restarts=0)
+    kill_later(pids(group)[1][0])
+    with pytest.raises(LostError, match=r"given up, because replica 1 of group 'replicas' died and no restart is left"):
+        trainer.call("echo", "doze", seconds=60.0).wait()
+    with pytest.raises(LostError, match="no restart is left"):
+        group.call("server", "serve", ROWS).wait()
+
+
+def test_a_death_elsewhere_is_not_taken_for_the_replicas(trainer, open_replicas):
+    group = open_replicas()
+    pids(group)
+    kill_later(trainer.call("echo", "whoami").wait()[0]["pid"])
+    with pytest.raises(LostError, match=r"serve given up, because rank 0 of 2 .* of group 'local'"):
+        group.call("server", "serve", ROWS, seconds=30.0).wait()
+    assert group.restarted == 0
+
+
+def test_rows_of_a_replica_that_dies_before_they_are_taken_over_are_done_again(open_replicas):
+    """What it has answered is of no use while it lies in its memory."""
+    deaths: list[int] = []
+
+    def hold(rows: Batch) -> Batch:
+        if not deaths:
+            deaths.append(before[0][0])
+            os.kill(before[0][0], signal.SIGKILL)
+            raise LostError("rows are lost")
+        return rows.fetched()
+
+    group = open_replicas(hold=hold)
+    before = pids(group)
     assert group.call("server", "serve", ROWS).wait()["y"].tolist() == [3000 + i for i in range(7)]
     assert group.restarted == 1
 
 
 def test_a_replica_that_dies_as_soon_as_it_is_back_uses_up_the_restarts(open_replicas):
-    def deadly(replica: WorkerGroup) -> None:
+    def deadly(number: int, replica: WorkerGroup) -> None:
         (pid, _) = replica.call("server", "hold", 3).wait()
         os.kill(pid, signal.SIGKILL)
         replica.call("server", "hold", 3).wait()
 
-    group = open_replicas(welcome=deadly)
+    group = open_replicas()
     kill_later(pids(group)[0][0], 0.0)
+    group.welcome = deadly
     time.sleep(0.5)
     with pytest.raises(LostError, match=r"replica 0 of group 'replicas' died and no restart is left: .*rank 0 of 2"):
         group.call("server", "serve", ROWS).wait()
@@ -107,7 +152,7 @@ def test_a_replica_that_dies_as_soon_as_it_is_back_uses_up_the_restarts(open_rep
 
 
 def test_what_a_replica_raises_is_raised_and_nothing_is_restarted(open_replicas):
-    group = open_replicas()
+    group = open_replicas(welcome=lambda number, replica: None)
     with pytest.raises(WorkerError, match="asked to serve without weights") as got:
         group.call("server", "serve", ROWS).wait()
     assert not isinstance(got.value, LostError)

@@ -24,7 +24,15 @@ from hybridflow.launch.preflight import plan_run
 from hybridflow.single_controller.host import open_store
 from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LOOPBACK, LocalGroup
-from hybridflow.utils.errors import DeadlineError, DeviceMemoryError, EngineError, MachineError, WorkerError
+from hybridflow.single_controller.replicas import ReplicaGroup
+from hybridflow.utils.errors import (
+    DeadlineError,
+    DeviceMemoryError,
+    EngineError,
+    LostError,
+    MachineError,
+    WorkerError,
+)
 from hybridflow.workers.out_of_memory import explained
 from tests import ranks
 from tests.faults.out_of_memory import memory_ends
@@ -83,6 +91,20 @@ def death(folder: Path) -> str:
         group.call("echo", "doze", seconds=60.0).wait()
 
     return error_of(WorkerError, SPECS, die)
+
+
+def replica(folder: Path) -> str:
+    group = ReplicaGroup(
+        lambda number: LocalGroup(2, SPECS, GroupSettings(name="sampling"), preload=()), 1, restarts=0, name="sampling"
+    )
+    try:
+        pid = group.call("echo", "whoami").wait()[1]["pid"]
+        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+        with pytest.raises(LostError) as got:
+            group.call("echo", "doze", seconds=60.0).wait()
+        return str(got.value)
+    finally:
+        group.shutdown()
 
 
 def error_of(kind: type[Exception], specs: Any, action: Callable[[LocalGroup], object], **settings: Any) -> str:
@@ -200,6 +222,7 @@ PRODUCERS: dict[str, Callable[[Path], str]] = {
     "shape": shape,
     "deadline": deadline,
     "death": death,
+    "replica": replica,
 }
 
 

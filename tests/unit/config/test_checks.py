@@ -47,6 +47,7 @@ def test_the_number_of_steps_follows_from_the_configuration_where_it_can(overrid
         ("algorithm.adv_estimator=gae", "trainer.pools.values.slots=[2]", "trainer.pools.values.roles=[critic]"),
         ("trainer.pools.sampling.slots=[2]", "trainer.pools.sampling.roles=[rollout]",
          "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.hybrid_engine=False"),
+        ("trainer.pools.sampling.slots=[1]", "trainer.pools.sampling.roles=[rollout]", "trainer.controller=local"),
         ("algorithm.rollout_correction.rollout_rs='token_k1,seq_max_k2'",),
     ],
 )  # fmt: skip
@@ -59,8 +60,6 @@ def test_what_can_work_is_let_through(overrides):
     [
         (("actor_rollout_ref.hybrid_engine=False",), "actor_rollout_ref.hybrid_engine",
          "Set trainer.pools.rollout.slots=[N] and trainer.pools.rollout.roles=[rollout]."),
-        (("trainer.pools.sampling.slots=[2]", "trainer.pools.sampling.roles=[rollout]", "trainer.controller=local"),
-         "trainer.controller", "cannot exchange weights with another pool"),
         (("trainer.n_gpus_per_node=4", "trainer.pools.sampling.slots=[3]", "trainer.pools.sampling.roles=[rollout]",
           "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
          "actor_rollout_ref.rollout.tensor_model_parallel_size", "3 (trainer.pools.sampling.slots)"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from hybridflow.engines.rollout.base import NO_VERSION
 from hybridflow.hybrid_engine.boxes import volume
-from hybridflow.hybrid_engine.joint import join_worlds, meeting_point
+from hybridflow.hybrid_engine.joint import forget_frames, join_worlds, meeting_point
 from hybridflow.hybrid_engine.layouts import TrainingLayout, predict, training_table
 from hybridflow.hybrid_engine.plan import Slice, intern
 from hybridflow.hybrid_engine.publish import Publisher
@@ -65,7 +67,7 @@ def separate_slices(trainers: int, tp: int, world: int) -> list[Slice]:
 def publish_between(trainers: int, tp: int) -> dict:
     world = dist.get_world_size()
     joint = two_worlds(trainers)
-    group = join_worlds(meeting_point(), rank=joint, world=world, device=CPU, timeout_s=60)
+    group = join_worlds(meeting_point(), "0", rank=joint, world=world, device=CPU, timeout_s=60)
     slices = separate_slices(trainers, tp, world)
     full, told = full_weights(MODEL.shapes), []
     parts = parts_of(slices, MODEL.shapes, joint, torch.float32)
@@ -108,7 +110,7 @@ def test_generators_of_another_world_receive_exactly_what_they_store(trainers, t
 
 def fail_on_one_side() -> str:
     joint = two_worlds(1)
-    group = join_worlds(meeting_point(), rank=joint, world=2, device=CPU, timeout_s=60)
+    group = join_worlds(meeting_point(), "0", rank=joint, world=2, device=CPU, timeout_s=60)
     slices = separate_slices(1, 1, 2)
     parts = parts_of(slices, MODEL.shapes, joint, torch.float32)
     shards = shards_of(slices, full_weights(MODEL.shapes), joint) if joint == 0 else []
@@ -127,3 +129,42 @@ def fail_on_one_side() -> str:
 def test_a_failure_in_the_generators_world_is_raised_in_the_trainers():
     for message in run_ranks(2, fail_on_one_side):
         assert "rank 1: RuntimeError: out of memory" in message
+
+
+def lose_the_generator(trainers: int) -> tuple[float, bool] | None:
+    """Seconds until this trainer was out of a publish in which the generator died, and what a second group gave."""
+    joint = two_worlds(trainers)
+    slices = separate_slices(trainers, 1, trainers + 1)
+    parts = parts_of(slices, MODEL.shapes, joint, torch.float32)
+    shards = shards_of(slices, full_weights(MODEL.shapes), joint) if joint < trainers else []
+
+    def die(version: int) -> None:
+        if joint == trainers:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def publish() -> float:
+        group = join_worlds(meeting_point(), "0.1", rank=joint, world=trainers + 1, device=CPU, timeout_s=60)
+        publisher = Publisher(lambda: shards, lambda: parts, die, group=group, bucket_bytes=4096)
+        begun = time.monotonic()
+        try:
+            publisher.publish(0)
+        except (EngineError, RuntimeError) as error:
+            del group, publisher
+            forget_frames(error)
+            return time.monotonic() - begun
+        raise AssertionError("the generator was to die")
+
+    seconds = publish()
+    again = join_worlds(meeting_point(), "0.2", rank=joint, world=trainers, device=CPU, timeout_s=60)
+    shared = torch.ones(1)
+    dist.all_reduce(shared, group=again)
+    dist.all_reduce(shared)
+    return seconds, shared.item() == trainers**2
+
+
+def test_trainers_whose_generator_dies_are_free_at_once_and_meet_again():
+    """Four trainers: two of them are no neighbours of the dead one, and learn of it from those who have let go."""
+    *answers, dead = run_ranks(5, lose_the_generator, 4, may_die=(4,))
+    assert dead is None
+    for seconds, meets_again in answers:
+        assert seconds < 10 and meets_again

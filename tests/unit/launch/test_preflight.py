@@ -133,11 +133,20 @@ def test_a_generator_on_its_own_devices_has_its_own_pool_and_layout():
     )  # fmt: skip
     assert found.role("actor").pool == "main" and found.role("actor").dims == ParallelDims(dp_shard=2)
     assert found.role("rollout").pool == "sampling" and found.role("rollout").dims == ParallelDims(dp_shard=2, tp=2)
+    assert found.pool("sampling").replicas == 2 and found.pool("main").replicas == 1
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" in found.pool("sampling").environment
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in found.pool("main").environment
     assert any("devices of its own (pool sampling)" in note for note in found.notes)
     rollout = next(line for line in found.memory if line.role == "rollout")
     assert rollout.pool == "sampling" and "KV cache" in rollout.resident  # nobody else needs that memory
+
+
+def test_a_generator_that_shares_its_pool_is_one_group():
+    found = plan(
+        "trainer.pools.beside.slots=[2]", "trainer.pools.beside.roles=[rollout,reference]",
+        f"{POLICY}.actor.use_kl_loss=true", machine=SERVER,
+    )  # fmt: skip
+    assert found.role("rollout").dims.dp == 2 and found.pool("beside").replicas == 1
 
 
 def test_the_cost_critic_is_a_second_critic_in_the_critics_pool():

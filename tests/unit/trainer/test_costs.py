@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridflow.roles.profiles import CallCost, StepCosts
+from hybridflow.roles.profiles import CallCost, Generated, StepCosts
 from hybridflow.trainer.costs import cost_metrics
 
 
@@ -43,3 +43,21 @@ def test_the_cost_critics_phases_have_names_of_their_own():
     found = cost_metrics([ranks], step_seconds=3.0)
     assert found["perf/max_memory_gb/update_critic"] == pytest.approx(1.0)
     assert found["perf/max_memory_gb/cost_update_critic"] == pytest.approx(2.0)
+
+
+def test_a_generators_numbers_are_those_of_all_its_ranks():
+    """Two ranks, the second of which has twice the work: 300 tokens in 2 x 2 device seconds, 3 of them at work."""
+    ranks = [
+        StepCosts(
+            calls=(), metrics={}, generated=Generated(tokens=100.0 * n, flops=10.0 * n, seconds=n, peak_flops=50.0)
+        )
+        for n in (1, 2)
+    ]
+    found = cost_metrics([[StepCosts(calls=(), metrics={})], ranks], step_seconds=3.0)
+    assert found == pytest.approx(
+        {
+            "perf/tokens_per_second_per_device/rollout": 75.0,
+            "perf/mfu/rollout": 30.0 / 4 / 50,
+            "perf/imbalance/rollout": 4 / 3,
+        }
+    )
