@@ -140,7 +140,7 @@ def test_a_mixture_of_experts_runs_on_two_ranks_that_share_one_generator(tmp_pat
             "trainer.n_gpus_per_node=2",
             "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
             "actor_rollout_ref.rollout.checkpoint_engine.verify=always",
-            "actor_rollout_ref.actor.entropy_coeff=0.1",  # a random model earns nothing: rewards alone would not move it
+            "actor_rollout_ref.actor.entropy_coeff=0.1",  # a random model earns nothing
             f"actor_rollout_ref.model.path={folder}",
         )
     )
