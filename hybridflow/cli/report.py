@@ -97,8 +97,8 @@ def _fill(place: Axes, panel: Panel, runs: Mapping[str, Series]) -> None:
             if name in series:
                 colour, style = (kind, 0) if len(runs) == 1 else (number, kind)
                 steps, values = zip(*series[name], strict=True)
-                look = {"color": f"C{colour % 10}", "linestyle": STYLES[style % len(STYLES)]}
-                place.plot(steps, values, marker=marker, markersize=4, **look)
+                line = place.plot(steps, values, linestyle=STYLES[style % len(STYLES)], marker=marker, markersize=4)
+                line[0].set_color(f"C{colour % 10}")
     place.set_title(panel.title, fontsize=10)
     place.set_xlabel("step")
     place.grid(alpha=0.3)
