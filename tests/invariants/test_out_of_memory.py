@@ -168,19 +168,23 @@ def test_ranks_that_exchange_activations_are_met_with_the_sizes_they_expect(
         assert_equal_steps(results)
 
 
-def test_where_two_kinds_of_parallelism_meet_the_first_shortage_is_an_error(folder: str) -> None:
-    """Memory ends on all: a peer would wait for the one that failed until the driver ends it."""
-    everyone = run_ranks(4, shortage_at_once, Case(folder, dims=ParallelDims(dp_shard=2, tp=2)))
-    assert all("several kinds of parallelism at once cannot try again" in text for text in everyone)
-
-
-def shortage_at_once(case: Case) -> str:
-    engine = build(case)
-    rows = own_rows(make_rows(case.rows), case.dims, dist.get_rank())
-    counts = engine.counts(rows)
-    with memory_ends(call=0, where="forward"), pytest.raises(DeviceMemoryError) as got:
-        engine.update(rows, LOSSES["lm"], temperature=1.0, micro=case.micro, counts=counts)
-    return str(got.value)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dims",
+    [
+        ParallelDims(dp_shard=2, tp=2),
+        ParallelDims(sp=2, tp=2),
+        ParallelDims(dp_shard=2, sp=2),
+        ParallelDims(dp_shard=2, pp=2),
+        ParallelDims(pp=2, tp=2),
+    ],
+    ids=lambda dims: " ".join(f"{name} {size}" for name, size in dims.degrees.items() if size > 1),
+)
+def test_that_holds_for_products_of_layouts(folder: str, dims: ParallelDims) -> None:
+    """Also in the second engine of a process, which may exchange in the groups of the first one's mesh."""
+    case, places = Case(folder, dims=dims, rows=24), [(0, "forward"), (1, "backward")]
+    for results in run_ranks(4, two_steps, case, places, (2,), "cuda", deadline_s=250.0):
+        assert_equal_steps(results)
 
 
 @pytest.mark.parametrize("layout", MODEL_PARALLEL)

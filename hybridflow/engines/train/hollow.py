@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+_PAIRED = ("c10d::send", "c10d::recv_")
+"""Of two ranks: they count them themselves (pipeline.py)."""
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
 
 
@@ -69,7 +71,7 @@ class Hollow(TorchDispatchMode):
             return args[0]
         if "wrap_tensor" in func._schema.name:  # marks what is still to be waited for: no exchange
             return func(*args, **kwargs)
-        if self._is_joined(func, args):
+        if func._schema.name not in _PAIRED and self._is_joined(func, args):
             return self._void(func, args, kwargs)
         real = tree_map(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
                         if isinstance(leaf, Tensor) and is_hollow(leaf) else leaf, args)  # fmt: skip

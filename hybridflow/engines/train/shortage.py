@@ -10,7 +10,7 @@ attempt are played likewise; then all ranks agree that the attempt is void, drop
 
 That is enough where data parallelism (FSDP, HSDP) is the only axis. Ranks of tensor, sequence and pipeline parallelism
 exchange activations, whose sizes depend on the rows: there a rank plays the very micro-batch again, as shapes without
-memory (hollow.py). Where several of these axes meet, the first shortage is an error.
+memory (hollow.py).
 """
 
 from __future__ import annotations
@@ -83,11 +83,7 @@ class Attempt:
         """First line of this rank's allocator error."""
 
     def run(self, play: Callable[[], None], stand_in: Callable[[], object], *, tokens: int, rows: int) -> None:
-        """Runs ``play``, a micro-batch; out of memory, it runs ``stand_in`` to the same sequence of collectives.
-
-        Raises:
-            DeviceMemoryError: in layouts where ranks cannot stay in step: more than one of dp, tp, sp, pp.
-        """
+        """Runs ``play``, a micro-batch; out of memory, it runs ``stand_in`` to the same sequence of collectives."""
         if self._void is not None:
             with Hollow({}) if self.hollow else contextlib.nullcontext():
                 stand_in()
@@ -102,11 +98,6 @@ class Attempt:
             self.reason = str(error).partition("\n")[0]
         # Only here, behind the except, are the frames gone that hold the pass's tensors.
         self._void = (tokens, rows)
-        if self._dims.world > max(self._dims.dp, self._dims.tp, self._dims.sp, self._dims.pp):
-            raise DeviceMemoryError(
-                f"rank {_rank()} ran out of memory in a micro-batch of {rows} rows, {tokens} tokens, and ranks of "
-                f"several kinds of parallelism at once cannot try again by themselves ({self.reason})"
-            )
         for model in self._models:
             if isinstance(model, FSDPModule):
                 model.reset_iter_state()
@@ -228,7 +219,9 @@ class _Sharded:
         by_model = [list(_fsdp_units(model)) for model in models]
         self.roots = [units[0] for units in by_model if units]
         self.units = [unit for units in by_model for unit in units]
-        self.communicators: dict[str, Any] = {group.group_name: group for group in others}
+        # All groups of the process: DTensor remembers by equal meshes how results are cut, so that one engine may well
+        # exchange in the groups of another one's mesh.
+        self.communicators: dict[str, Any] = {group.group_name: group for group in dist.distributed_c10d._world.pg_map}
         for mesh in {id(unit.mesh_info.mesh): unit.mesh_info.mesh for unit in self.units}.values():
             for axis in range(mesh.ndim):
                 communicator = mesh.get_group(axis)
