@@ -29,7 +29,7 @@ _ENVIRONMENT = {
 }
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
-for _name in (*environment.unset("vllm", _DEVICE), "COLUMNS", "LINES"):  # xdist's workers have a width that nobody chose
+for _name in (*environment.unset("vllm", _DEVICE), "COLUMNS", "LINES"):  # readline sets a width where there is none
     os.environ.pop(_name, None)
 
 CHECKED_ROOMS = ("hybridflow.algorithms", "hybridflow.models")
