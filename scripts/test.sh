@@ -6,8 +6,8 @@
 # Tests marked slow (full products of layouts, long chaos) run by hand: pytest -m slow.
 #
 # vLLM and Ray change the process that they run in (thread counts, the torch.distributed world, signal handlers), so
-# their tests run in processes of their own. tests/conftest.py sets the environment variables that both want. Unit tests
-# compute in one thread: two processes share them. Laws, jobs and faults start ranks of their own: one at a time.
+# their tests run in processes of their own. tests/conftest.py sets the environment variables that both want. Most other
+# tests compute in one thread: two processes share them. Faults watch the clock: one at a time.
 # Exit code: 0 only if every part passed and at least one test ran. The ten slowest tests of all parts close the output.
 # HYBRIDFLOW_VENV names another environment; HYBRIDFLOW_SKIP_INSTALL=1 takes it as it is.
 set -uo pipefail
@@ -40,8 +40,8 @@ echo "== lint"
 "$venv/bin/lint-imports" || status=1
 
 plain="not vllm and not ray and not slow and not real_model"
-part unit "$plain" 1000 -n 2 --dist loadfile --ignore=tests/invariants --ignore=tests/integration --ignore=tests/faults "$@"
-part jobs "$plain" 2000 --ignore=tests/unit "$@"
+part unit "$plain" 2000 -n 2 --dist loadfile --ignore=tests/faults "$@"
+part faults "$plain" 1000 --ignore=tests/unit --ignore=tests/invariants --ignore=tests/integration "$@"
 part vllm "vllm and not ray and not slow and not real_model" 1000 "$@"
 part ray "ray and not slow and not real_model" 1500 "$@"
 

@@ -6,17 +6,16 @@ from collections.abc import Mapping
 
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import RankContext
-from hybridflow.dispatch.register import register
 from hybridflow.hybrid_engine.adapters import AdapterPublisher
 from hybridflow.hybrid_engine.residency import State
 from hybridflow.roles.protocols import Metrics
 from hybridflow.workers.actor import ActorWorker
-from hybridflow.workers.publishers import make_publisher
+from hybridflow.workers.publishers import GeneratorSeat, make_publisher
 from hybridflow.workers.residence import resident
 from hybridflow.workers.rollout import RolloutWorker
 
 
-class WeightsWorker:
+class WeightsWorker(GeneratorSeat):
     """One rank of the way from the actor's shards to the generator's slices.
 
     Must be built after the roles ``actor`` and ``rollout`` of the same process.
@@ -25,34 +24,19 @@ class WeightsWorker:
     def __init__(self, context: RankContext, *, config: PPOConfig) -> None:
         actor: ActorWorker = context.siblings["actor"]
         rollout: RolloutWorker = context.siblings["rollout"]
+        super().__init__(rollout)
         self._actor = actor
-        self._rollout = rollout
         self._sharding = config.actor_rollout_ref.actor.sharding
-        self._early: tuple[int, Metrics] | None = None
-        rollout.publish = self._publish_early
         self._frees_memory = config.actor_rollout_ref.rollout.free_cache_engine
         actor.make_room = self._put_generator_to_sleep
         self._publisher = make_publisher(config, trainer=actor.engine, generator=rollout.engine)
 
-    @register(dispatch="ONE_TO_ALL")
-    def publish(self, *, version: int) -> Metrics:
-        """Moves the actor's weights into the generator (hybrid_engine/publish.py).
-
-        Where ``PublishNow`` has done so between two steps of a generation before this call's turn, its metrics.
-        """
-        early, self._early = self._early, None
-        return early[1] if early is not None and early[0] == version else self._publish(version)
-
-    def _publish_early(self, version: int) -> None:
-        """What the rollout worker calls between two engine steps, on every rank of an engine after the same one."""
-        self._early = version, self._publish(version)
-
     def _publish(self, version: int) -> Metrics:
-        residency = self._rollout.residency
         with resident(self._actor.engine, self._sharding):
-            if residency.state is State.TRAINING:
-                return residency.to_generating(lambda: self._publisher.publish(version))
-            return residency.publish_while_generating(lambda: self._publisher.publish(version))
+            return super()._publish(version)
+
+    def _transfer(self, version: int) -> Metrics:
+        return self._publisher.publish(version)
 
     def held_bytes(self) -> Mapping[str, int]:
         """Bytes of what adapters are merged into on this rank."""

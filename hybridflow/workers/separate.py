@@ -25,13 +25,11 @@ from hybridflow.dispatch.register import register
 from hybridflow.hybrid_engine.adapters import AdapterPublisher
 from hybridflow.hybrid_engine.joint import forget_frames, join_worlds, meeting_point
 from hybridflow.hybrid_engine.publish import Publisher
-from hybridflow.hybrid_engine.residency import State
 from hybridflow.roles.protocols import Broken, Metrics
 from hybridflow.utils.errors import StateError
 from hybridflow.workers.actor import ActorWorker
-from hybridflow.workers.publishers import make_publisher
+from hybridflow.workers.publishers import GeneratorSeat, make_publisher
 from hybridflow.workers.residence import resident
-from hybridflow.workers.rollout import RolloutWorker
 
 T = TypeVar("T")
 
@@ -98,16 +96,14 @@ class Sender:
         return broken
 
 
-class Receiver:
+class Receiver(GeneratorSeat):
     """One rank of a replica. Must be built after the role ``rollout`` of the same process."""
 
     def __init__(self, context: RankContext, *, config: PPOConfig) -> None:
+        super().__init__(context.siblings["rollout"])
         self._context = context
         self._config = config
-        self._rollout: RolloutWorker = context.siblings["rollout"]
         self._publisher: Publisher | AdapterPublisher | None = None
-        self._early: tuple[int, Metrics] | None = None
-        self._rollout.publish = self._publish_early
 
     @register(dispatch="ONE_TO_ALL")
     def join(self, *, name: str, meeting: str, senders: int) -> None:
@@ -116,29 +112,16 @@ class Receiver:
         group = joint_group(self._config, self._context, meeting, name, first=senders, world=world)
         self._publisher = make_publisher(self._config, trainer=None, generator=self._rollout.engine, group=group)
 
-    @register(dispatch="ONE_TO_ALL")
-    def publish(self, *, version: int) -> Metrics:
-        """Receives the actor's weights; metrics of this rank. Waits for the senders.
-
-        Where ``PublishNow`` has done so between two steps of a generation before this call's turn, its metrics.
-        """
-        early, self._early = self._early, None
-        return early[1] if early is not None and early[0] == version else self._publish(version)
-
-    def _publish_early(self, version: int) -> None:
-        """What the rollout worker calls between two engine steps, on every rank of an engine after the same one."""
-        self._early = version, self._publish(version)
-
     def _publish(self, version: int) -> Metrics:
-        residency = self._rollout.residency
         try:
-            if residency.state is State.TRAINING:
-                return residency.to_generating(lambda: joined(self._publisher).publish(version))
-            return residency.publish_while_generating(lambda: joined(self._publisher).publish(version))
+            return super()._publish(version)
         except Exception as error:
             self._publisher = None
             forget_frames(error)
             raise
+
+    def _transfer(self, version: int) -> Metrics:
+        return joined(self._publisher).publish(version)
 
 
 def joint_group(

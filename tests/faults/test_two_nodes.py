@@ -22,7 +22,7 @@ from tests.faults.nodes import Nodes, two_nodes
 from tests.invariants.test_resume import lines
 from tests.jobs import SMALL, run_job
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 NOTICED_S = 10.0
 JOB: dict[str, Any] = {
@@ -144,6 +144,7 @@ def link() -> Iterator[tuple[list[list[str]], str, list[str], list[str]]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_cut_off_is_noticed_and_the_run_goes_on_when_it_is_back(tmp_path, link):
     """Nothing is killed: packets stop, no connection is closed, a collective would wait for minutes."""
     enter, host, cut, mend = link
@@ -164,6 +165,7 @@ def test_a_node_that_is_cut_off_is_noticed_and_the_run_goes_on_when_it_is_back(t
     assert_same_as_on_one(tmp_path / "run", tmp_path)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_job_and_leaves_the_cluster_usable(tmp_path):
     with two_nodes(tmp_path) as nodes:
         for steps in (3, 6):
@@ -180,6 +182,7 @@ def test_sigterm_ends_the_job_and_leaves_the_cluster_usable(tmp_path):
                 job.end()
 
 
+@pytest.mark.slow
 def test_a_job_that_is_submitted_runs_on_the_cluster_it_was_submitted_to(tmp_path):
     """``ray job submit``: the driver starts on the head node and finds the cluster by itself."""
     with two_nodes(tmp_path, dashboard=True) as nodes:
@@ -215,6 +218,7 @@ def said_of_far_rank(nodes: Nodes, *trouble: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_last_lines_of_a_rank_that_crashed_on_another_node_are_fetched_from_there(tmp_path, far):
     with two_nodes(tmp_path, enter=[[], far]) as nodes:
         said = said_of_far_rank(nodes, "crash")
@@ -222,6 +226,7 @@ def test_the_last_lines_of_a_rank_that_crashed_on_another_node_are_fetched_from_
     assert re.search(r"--- rank [01], last lines of its log ---(.|\n)*in crash", said), said
 
 
+@pytest.mark.slow
 def test_a_rank_that_rays_memory_monitor_ends_is_told_so(tmp_path, far):
     """The monitor of its node acts above a share of memory that the rank then takes."""
     memory = psutil.virtual_memory()
