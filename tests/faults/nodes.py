@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybridflow.single_controller import health
-from hybridflow.single_controller.cluster import SLOT
+from hybridflow.single_controller.cluster import LOOPBACK_SWITCH, SLOT
 
 REPO = Path(__file__).parents[2]
 START_S = 120.0
@@ -47,8 +47,9 @@ class Nodes:
         self.port = _free_port()
         self.address = f"{self.host}:{self.port}"
         self.dashboard_port = _free_port() if dashboard else None
-        self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        """Variables of whoever may talk to the cluster: it listens on an address that others can reach."""
+        self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), LOOPBACK_SWITCH: "1"}
+        """Variables of whoever may talk to the cluster: it listens on an address that others can reach. A Ray of this
+        test process, which stays on loopback, may have left its switch in the environment."""
         self._folder = folder
         self._slots = slots
         self._of_worker = dict(of_worker or {})
