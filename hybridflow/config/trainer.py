@@ -26,6 +26,8 @@ class TimeoutsConfig(Section):
 
     start_s: PositiveFloat = 300.0
     """Creation of workers and loading of models."""
+    data_s: PositiveFloat = 3600.0
+    """Reading, filtering and encoding of all prompts before the first step."""
     generate_s: PositiveFloat = 3600.0
     """One generation phase."""
     train_s: PositiveFloat = 3600.0

@@ -1,4 +1,4 @@
-"""Reading and encoding prompts under the deadline of the start: a disk, a network or a class of the user's may hang."""
+"""Reading and encoding prompts under a deadline: a disk, a network or a class of the user's may hang."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def read_prompts(config: PPOConfig, tokenizer: Tokenizer) -> tuple[PromptDataset
     """Training and validation prompts; waits for a thread that reads them, unblocked by it or by the deadline.
 
     Raises:
-        DeadlineError: it takes longer than ``trainer.timeouts.start_s``; where the thread stands is in the stacks.
+        DeadlineError: it takes longer than ``trainer.timeouts.data_s``; where the thread stands is in the stacks.
         DataError, ConfigError: as ``build_datasets``.
     """
-    deadline_s = config.trainer.timeouts.start_s
+    deadline_s = config.trainer.timeouts.data_s
     before = {*multiprocessing.active_children()}
     reading = in_background("data", build_datasets, config.data, tokenizer, config.trainer.seed)
     try:
@@ -35,6 +35,6 @@ def read_prompts(config: PPOConfig, tokenizer: Tokenizer) -> tuple[PromptDataset
             encoder.kill()
         files = ", ".join((*config.data.train_files, *config.data.val_files))
         raise DeadlineError(
-            f"the driver had not read and encoded its prompts after {deadline_s:g} s (trainer.timeouts.start_s): "
+            f"the driver had not read and encoded its prompts after {deadline_s:g} s (trainer.timeouts.data_s): "
             f"{files}. Its thread 'data' waits for the disk, an encoder or data.custom_cls; its stack: {stacks}"
         ) from error

@@ -7,7 +7,7 @@
     reward call                     reward.timeout_s                    tests/unit/rewards/test_runner.py
     driver's part of a checkpoint   trainer.timeouts.save_s             a file system that does not come back
     start of Ray                    trainer.timeouts.start_s            an address where nobody answers
-    reading of prompts              trainer.timeouts.start_s            a data set that does not come
+    reading of prompts              trainer.timeouts.data_s             a data set that does not come
     lock between waiting threads    that of the call that holds it      two threads that wait for one group
 
 Prompts are read once, before the first step; from then on they come out of the driver's memory.
@@ -142,15 +142,15 @@ def test_a_rank_of_a_generator_that_stops_stepping_is_named_when_nccl_timeout_ha
     )
 
 
-def test_prompts_that_are_not_read_within_start_s_are_named(tmp_path):
+def test_prompts_that_are_not_read_within_data_s_are_named(tmp_path):
     rows = stopping.rows_that_do_not_come
     options = {
         "data.custom_cls.path": stopping.__file__,
         "data.custom_cls.name": rows.__name__,
         "data.train_files": ["far.away"],
-        "trainer.timeouts.start_s": 1.5,
+        "trainer.timeouts.data_s": 1.5,
     }
-    with pytest.raises(DeadlineError, match=r"not read and encoded its prompts after 1.5 s .*start_s\): far.away"):
+    with pytest.raises(DeadlineError, match=r"not read and encoded its prompts after 1.5 s .*data_s\): far.away"):
         run_job(tmp_path, **options)
     assert f"in {rows.__name__}" in (tmp_path / "stacks" / "stacks_driver.txt").read_text()
 
