@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import TokensPrompt
 from vllm.model_executor.models.registry import ModelRegistry
@@ -91,6 +92,8 @@ class VLLMEngine:
             seed=seed,
             vocab_limit=vocab_limit,
         )
+        if tp > 1:
+            _unlink_message_queue()
         self._core = self._engine.engine_core
         self._lockstep = Lockstep(tp, lockstep_timeout_s) if tp > 1 else None
         self._can_release = self._engine.vllm_config.model_config.enable_sleep_mode
@@ -363,6 +366,17 @@ def _import_architectures(architectures: Sequence[str]) -> None:
     for name in architectures:
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+
+
+def _unlink_message_queue() -> None:
+    """Takes the name from the segment of vLLM's tensor-parallel queue: it goes with its processes, however they end.
+
+    All ranks have mapped it: they have built their engines together.
+    """
+    buffer = getattr(get_tp_group().mq_broadcaster, "buffer", None)
+    if buffer is not None and buffer.is_creator:
+        buffer.shared_memory.unlink()
+        buffer.is_creator = False  # or it would be unlinked once more
 
 
 def _built(
