@@ -127,8 +127,7 @@ def _needs_of_algorithms(config: PPOConfig) -> Iterator[Problem]:
     bypass_key = "algorithm.rollout_correction.bypass_mode"
     estimator, bypass = algorithm.adv_estimator, algorithm.rollout_correction.bypass_mode
     if estimator in TOKEN_BASELINES and bypass:
-        text = f"algorithm.adv_estimator={estimator} weighs tokens by the old policy's probabilities"
-        text += ", which bypass_mode does not compute"
+        text = f"{estimator} weighs tokens by the old policy's probabilities, which bypass_mode does not compute"
         reads = ("algorithm.adv_estimator",)
         yield Problem(key=bypass_key, given="True", text=text, fix="Set it to False.", reads=reads)
     if algorithm.filter_groups.enable and policy.rollout.n < 2:
