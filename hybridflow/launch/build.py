@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,7 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.dispatch.group import Fetched, WorkerGroup
 from hybridflow.launch.cluster import ClusterStart
 from hybridflow.launch.groups import open_groups
+from hybridflow.launch.own_folder import own_folder
 from hybridflow.launch.plan import RunPlan
 from hybridflow.launch.prompts import read_prompts
 from hybridflow.launch.restart import told_at_once, try_again
@@ -72,10 +74,10 @@ def run(config: PPOConfig, plan: RunPlan, cluster: ClusterStart | None = None) -
     """
     run_logging.set_up()
     folder = Path(config.trainer.default_local_dir)
-    _write_config(config, folder)
     console = Console(highlight=False, soft_wrap=True)
     store = checkpoint_store(config)
-    with StopSignals() as signals:
+    with own_folder(folder), StopSignals() as signals:
+        _write_config(config, folder)
         tries = _Tries(config, plan, console, store, signals, cluster)
         try:
             record = try_again(
@@ -262,7 +264,6 @@ def _weights(config: PPOConfig, groups: dict[str, WorkerGroup]) -> WeightsHandle
 
 
 def _write_config(config: PPOConfig, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "resolved_config.yaml").write_text(yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
 
 
@@ -275,6 +276,6 @@ def _plain(value: object) -> object:
 
 
 def _print_end(console: Console, record: Run, folder: Path) -> None:
-    try_next = [command.format(folder=folder) for command in TRY_NEXT]
+    try_next = [command.format(folder=shlex.quote(str(folder))) for command in TRY_NEXT]
     for line in final_lines(record.first_validation, record.last_validation, folder=folder, try_next=try_next):
         console.print(line, markup=False)

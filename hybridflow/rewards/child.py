@@ -27,6 +27,7 @@ from hybridflow.utils.optional import load
 Outcome = tuple[Literal["scored"], float, dict[str, Any]] | tuple[Literal["raised", "no score"], str, str]
 """Score and further entries; or what was raised (or returned in place of a score), with its traceback."""
 
+_PLAIN = (bool, int, float, str, type(None))
 _PR_SET_PDEATHSIG = 1
 
 
@@ -58,7 +59,7 @@ def _serve(function: RewardFunction, connection: Connection) -> None:
             number, sample = connection.recv()
         except EOFError:
             return
-        connection.send((number, _sendable(outcome_of_call(function, sample))))
+        connection.send((number, outcome_of_call(function, sample)))
 
 
 async def _serve_concurrently(function: RewardFunction, connection: Connection, timeout_s: float) -> None:
@@ -66,7 +67,7 @@ async def _serve_concurrently(function: RewardFunction, connection: Connection, 
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(number: int, sample: Mapping[str, Any]) -> None:
-        connection.send((number, _sendable(await _call_async(function, sample, timeout_s))))
+        connection.send((number, await _call_async(function, sample, timeout_s)))
 
     while True:
         try:
@@ -106,11 +107,13 @@ async def _awaited(awaitable: Any) -> Any:
 def _judged(returned: Any) -> Outcome:
     try:
         score, extra = as_score(returned)
+        return ("scored", score, {key: _plain(value) for key, value in extra.items()})
     except TypeError as error:
         return ("no score", str(error), "")
     except ValueError as error:
         return ("raised", str(error), "")
-    return ("scored", score, extra)
+    except Exception as error:  # noqa: BLE001  the boundary to the user's types: their ``item``, ``str`` and ``repr``
+        return _raised(error)
 
 
 def _raised(error: BaseException) -> Outcome:
@@ -122,14 +125,9 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _sendable(outcome: Outcome) -> Outcome:
-    """The outcome with entries that cannot be pickled, or are the user's own types, as their repr."""
-    if outcome[0] != "scored":
-        return outcome
-    extra = {
-        key: value if isinstance(value, int | float | str | None) else repr(value) for key, value in outcome[2].items()
-    }
-    return ("scored", outcome[1], extra)
+def _plain(value: Any) -> Any:
+    """The entry, or its repr where the parent could not unpickle it: it may not have the user's types."""
+    return value if type(value) in _PLAIN else repr(value)
 
 
 def _die_with(parent: int) -> None:

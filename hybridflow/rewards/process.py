@@ -7,10 +7,12 @@ thread that lives as long as this process.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,10 +25,14 @@ from typing import Any
 from hybridflow.config.reward import RewardConfig
 from hybridflow.rewards.result import RewardError
 
+logger = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 120.0
 """Deadline of a child's start, in which the user's file and what it imports are loaded."""
 ASYNC_CALLS = 256
 """Calls of an async function that one process awaits at a time."""
+_KILLED_S = 10.0
+"""How long the kernel may take to end a killed child before that is said, and it is left behind."""
 _GRACE_S = 1.0
 """An async call's deadline is kept inside the child; its process is ended only when that did not happen."""
 
@@ -69,7 +75,13 @@ class RewardProcess:
         # A child that has just ended may have taken its process group with it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        try:
+            self._process.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            logger.error("reward process %d was killed and does not end: it waits in the kernel", self._process.pid)
+        # What the child has started in a session of its own may hold its end open: the sender must not wait for that.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
+            ours.shutdown(socket.SHUT_RDWR)
         self._sender.shutdown(wait=True, cancel_futures=True)
         self.connection.close()
 
@@ -80,10 +92,10 @@ class RewardProcess:
 
     def await_end(self) -> int:
         """Exit code of a child that has closed its end; a signal counts negative."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has closed its end and lives on: it is ended below
             return self._process.wait(_GRACE_S)
         self.kill()
-        return self._process.wait()
+        return self._process.wait(_KILLED_S)
 
     def _send(self, message: bytes) -> None:
         # In a thread of its own: a child that holds the interpreter lock reads nothing, and a full socket would then
@@ -97,7 +109,7 @@ class RewardProcess:
         try:
             word, *rest = self.connection.recv()
         except (EOFError, OSError) as error:
-            raise RewardError(f"the reward process ended at its start (exit code {self._process.wait()})") from error
+            raise RewardError(f"the reward process ended at its start (exit code {self.await_end()})") from error
         if word != "ready":
             cause, trace = rest
             raise RewardError(f"the reward function could not be loaded: {cause}\n{trace}")

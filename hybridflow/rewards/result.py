@@ -54,9 +54,13 @@ def _number(value: Any) -> float:
     value = _plain(value)
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{type(value).__name__} {str(value)[:80]!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"the score {float(value)} is not finite")
-    return float(value)
+    try:
+        score = float(value)
+    except OverflowError:  # an integer or a fraction beyond what a float holds
+        score = math.inf if value > 0 else -math.inf
+    if not math.isfinite(score):
+        raise ValueError(f"the score {score} is not finite")
+    return score
 
 
 def _plain(value: Any) -> Any:

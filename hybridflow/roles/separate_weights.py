@@ -47,11 +47,11 @@ class Replicas(Protocol):
         ...
 
     def lives(self, number: int, replica: WorkerGroup) -> bool:
-        """Whether a replica of which something was lost has all its processes."""
+        """Whether a replica of which something was lost has all its processes, and they answer."""
         ...
 
-    def make_good(self, number: int, replica: WorkerGroup, error: LostError) -> None:
-        """Another replica stands in the place of one that died. Raises LostError when that cannot be."""
+    def make_good(self, number: int, replica: WorkerGroup, error: LostError | DeadlineError) -> None:
+        """Another replica stands in the place of one that died or hangs. Raises when that cannot be."""
         ...
 
 
@@ -108,7 +108,7 @@ class SeparateWeightsHandle:
         """A new replica, linked to the trainers, with the current version where there is one.
 
         Raises:
-            LostError: the replica is dead.
+            LostError, DeadlineError: the replica is dead, or hangs.
         """
         if self._meeting is None:
             self._meeting = self._senders.call(self._role, "meeting").wait()
@@ -132,7 +132,7 @@ class SeparateWeightsHandle:
                 return combine_ranks(done.metrics)
             try:
                 self._deliver(exchange or self._begin_publish(number, replica, version), version)
-            except LostError as error:
+            except (LostError, DeadlineError) as error:
                 self._receivers.make_good(number, replica, error)
             exchange = None
 
@@ -177,11 +177,12 @@ class SeparateWeightsHandle:
 
         Raises:
             LostError: the replica is dead, or a trainer.
+            DeadlineError: the same of one that hangs.
             WorkerError: of whichever side failed first.
         """
         try:
             answers = exchange.received.wait()
-        except WorkerError as error:
+        except (WorkerError, DeadlineError) as error:
             broken = self._broken(exchange, exchange.sent.wait())
             only_lost_its_peers = isinstance(error, LostError) and self._receivers.lives(
                 exchange.number, exchange.replica

@@ -58,7 +58,8 @@ def probe_cluster(*, model: str | None, shared: str | None, timeout_s: float) ->
         asked = {name: probe.report.remote(model, shared, token) for name, probe in probes.items()}
         found.nodes, found.silent = _answers(asked, timeout_s)
         probes = {name: probe for name, probe in probes.items() if name in found.nodes}
-        found.skew_s = {name: _skew(probe) for name, probe in probes.items()}
+        skews = {name: _skew(probe) for name, probe in probes.items()}
+        found.skew_s = {name: skew for name, skew in skews.items() if skew is not None}
         if len(probes) > 1:
             found.refused = _connections(probes, found.nodes, timeout_s)
         _all_reduce("gloo", list(probes.values()), found, timeout_s)
@@ -108,12 +109,15 @@ def _last_line(error: Exception) -> str:
     return lines[-1][:300] if lines else type(error).__name__
 
 
-def _skew(probe: Any) -> tuple[float, float]:
-    """The tightest of five questions."""
+def _skew(probe: Any) -> tuple[float, float] | None:
+    """The tightest of five questions; None: the node has ceased to answer."""
     best = (0.0, float("inf"))
     for _ in range(5):
         before = time.time()
-        theirs: Any = ray.get(probe.clock.remote(), timeout=30.0)
+        try:
+            theirs: Any = ray.get(probe.clock.remote(), timeout=30.0)
+        except RayError:  # the questions behind it tell that it is gone (GetTimeoutError is one)
+            return None
         after = time.time()
         if (after - before) / 2 < best[1]:
             best = (theirs - (before + after) / 2, (after - before) / 2)

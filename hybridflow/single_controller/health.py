@@ -101,7 +101,7 @@ def descendants(pids: Iterable[int]) -> list[int]:
     """Processes of this machine that the given ones started, directly or not."""
     found = []
     for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, and its children are others' now
             found += [child.pid for child in psutil.Process(pid).children(recursive=True)]
     return found
 
@@ -110,7 +110,7 @@ def kill(pids: Iterable[int], *, timeout_s: float = 5.0) -> list[int]:
     """Ends processes of this machine with SIGKILL; those that still live after ``timeout_s``."""
     pids = list(pids)
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # gone; or it lives, which the answer says
             os.kill(pid, signal.SIGKILL)
     return wait_gone(pids, timeout_s=timeout_s)
 
@@ -144,7 +144,7 @@ def remove_segments(pids: Sequence[int], ports: Sequence[int]) -> list[str]:
     removed = []
     for path in candidates:
         if not _mapped(str(path)):
-            with contextlib.suppress(FileNotFoundError, PermissionError, IsADirectoryError):
+            with contextlib.suppress(FileNotFoundError, PermissionError, IsADirectoryError):  # gone, or not ours
                 path.unlink()
                 removed.append(path.name)
     return removed
@@ -152,8 +152,8 @@ def remove_segments(pids: Sequence[int], ports: Sequence[int]) -> list[str]:
 
 def _mapped(path: str) -> bool:
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            if path in maps.read_text():
+        with contextlib.suppress(OSError):  # it has ended since, or is another user's, who cannot map our files
+            if path.encode() in maps.read_bytes():
                 return True
     return False
 
@@ -162,7 +162,7 @@ def last_lines(path: str, count: int = 20) -> str:
     """The last ``count`` lines of a log on this machine; empty when it cannot be read."""
     if not path:
         return ""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # what cannot be read is no reason to hide why it was asked for
         return "\n".join(Path(path).read_text(errors="replace").splitlines()[-count:])
     return ""
 

@@ -39,6 +39,8 @@ STACKS_S = 3.0
 """How long a stalled call waits for the stacks of its ranks."""
 PEER_SIGNS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "nccl")
 """Texts by which gloo and NCCL complain about a rank that went away: failures of this kind are consequences."""
+TIMEOUT_SIGNS = ("timed out waiting", "wait timeout after", "watchdog caught collective operation timeout")
+"""Texts by which gloo, torch's store and NCCL complain about a rank that did not come in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +123,7 @@ class Submission:
         """Arguments by rank: what they refer to must not be freed before the ranks have read it."""
         self.error: Exception | None = None
         self.settled = False
-        self.submitted_at = time.time()
+        self.submitted_at = time.monotonic()
         self.finished_at = 0.0
         self.seconds = 0.0
 
@@ -249,6 +251,12 @@ class LaneGroup:
             return None
         return self._death_text(next(iter(deaths.values())), "between calls")
 
+    def first_loss(self) -> str | None:
+        """The same, or the deadline that a rank which had started has let pass: the group can do nothing more."""
+        death = self.first_death()
+        hangs = not self._ended and self._start.error is None and isinstance(self._broken, DeadlineError)
+        return str(self._broken) if death is None and hangs else death
+
     def settle(self, submission: Submission) -> None:
         """Waits until a call, and every earlier one, has its answers or its error."""
         with self._wait_lock:
@@ -261,18 +269,17 @@ class LaneGroup:
                 self._settle_one(waiting)
 
     def _settle_one(self, call: Submission) -> None:
-        ready_at = call.previous.finished_at if call.previous else 0.0
+        begun_at = max(call.submitted_at, call.previous.finished_at if call.previous else 0.0)
         if self._broken is not None:
             call.error = self._because(f"{call.role}.{call.method} was not run, because: {self._broken}")
         elif call.ranks:
-            self._await(call, begun_at=max(call.submitted_at, ready_at))
+            self._await(call, begun_at=begun_at)
         call.settled = True
         call.previous = None
         call.held = ()
         self._fetched = sum((reply.fetched for reply in call.replies.values()), self._fetched)
-        ends = [reply.at for reply in call.replies.values()]
         call.seconds = max((reply.seconds for reply in call.replies.values()), default=0.0)
-        call.finished_at = min(time.time(), max(ends, default=time.time()))
+        call.finished_at = _finished_at(call, begun_at)
         if call is self._start:
             self._broken = self._broken or call.error
         elif call.error is None and call.replies:
@@ -291,7 +298,7 @@ class LaneGroup:
     def _await(self, call: Submission, *, begun_at: float) -> None:
         stall_at = begun_at + self._pace.stalls_after_s(call.method, call.deadline_s)
         while call.missing and not call.failures:
-            now = time.time()
+            now = time.monotonic()
             left_s = begun_at + call.deadline_s - now
             call.replies |= self._lanes.receive(call.number, min(max(left_s, 0.0), POLL_S))
             if not call.missing or call.failures:
@@ -310,15 +317,14 @@ class LaneGroup:
             self._fail(call)
 
     def _fail(self, call: Submission) -> None:
-        failed_at = time.time()
+        failed_at = time.monotonic()
         while call.missing:
             grace_s = PEER_GRACE_S if all(map(_lost_a_peer, call.failures)) else GRACE_S
-            if (left_s := failed_at + grace_s - time.time()) <= 0:
+            if (left_s := failed_at + grace_s - time.monotonic()) <= 0:
                 break
             call.replies |= self._lanes.receive(call.number, min(left_s, POLL_S))
         first, *others = sorted(call.failures, key=_precedence)
-        kind = LostError if first.died or _lost_a_peer(first) else WorkerError
-        call.error = kind(self._failure_text(call, first, others))
+        call.error = _kind(first, missing=bool(call.missing))(self._failure_text(call, first, others))
         call.error.__cause__ = _original(first)
         if call.missing or any(failure.died for failure in call.failures):
             self._broken = call.error
@@ -364,9 +370,9 @@ class LaneGroup:
                 text += f"\n--- rank {rank} answers neither its control lane nor a signal ---"
         return text + kept
 
-    def keep_stacks(self, timeout_s: float = STACKS_TIMEOUT_S) -> dict[int, str]:
+    def keep_stacks(self) -> dict[int, str]:
         """Stacks of all ranks that answer, also written to the stack folder where there is one."""
-        stacks = self._lanes.control("dump_stacks", range(self._world), timeout_s)
+        stacks = self._lanes.control("dump_stacks", range(self._world), STACKS_TIMEOUT_S)
         for rank in set(range(self._world)) - set(stacks):
             place = self._lanes.place(rank)
             if place is not None and place.node == node_name() and (stack := health.stacks_by_signal(place.pid)):
@@ -433,6 +439,25 @@ class _Call(Pending[Any]):
         return self._submission.seconds
 
 
+def _finished_at(call: Submission, begun_at: float) -> float:
+    """When the last rank was done, on this process's own clock: perhaps long before the driver asks.
+
+    What ranks tell is wall-clock time, which jumps and differs by node: it is believed only within what must be true.
+    """
+    now = time.monotonic()
+    if not call.replies:
+        return now
+    ago_s = time.time() - max(reply.at for reply in call.replies.values())
+    return min(now, max(begun_at + call.seconds, now - max(0.0, ago_s)))
+
+
+def _kind(first: Failure, *, missing: bool) -> type[WorkerError | DeadlineError]:
+    """The class of a call's error: something is gone, a rank did not come in time, or a worker raised."""
+    if first.died or _lost_a_peer(first):
+        return LostError
+    return DeadlineError if missing and _has_sign(first, TIMEOUT_SIGNS) else WorkerError
+
+
 def _precedence(failure: Failure) -> tuple[bool, bool, float]:
     return not failure.died, _lost_a_peer(failure), failure.at
 
@@ -441,8 +466,12 @@ def _lost_a_peer(failure: Failure) -> bool:
     """Whether a rank failed because another one went away, or the rows that it kept."""
     if failure.kind == LostError.__name__:
         return True
+    return not failure.died and _has_sign(failure, PEER_SIGNS)
+
+
+def _has_sign(failure: Failure, signs: Sequence[str]) -> bool:
     text = f"{failure.kind} {failure.message}".lower()
-    return not failure.died and any(sign in text for sign in PEER_SIGNS)
+    return any(sign in text for sign in signs)
 
 
 def _original(failure: Failure) -> BaseException | None:

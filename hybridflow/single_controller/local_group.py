@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
@@ -175,6 +176,37 @@ def _payload(arguments: Arguments) -> int:
     return sum(value.nbytes for value in columns if isinstance(value, Tensor) and not may_stay(value))
 
 
+class _Writer:
+    """Writes calls to one rank, in a thread of its own.
+
+    A process that is stopped reads nothing: its full pipe must not keep the driver from seeing the deadline of a call.
+    """
+
+    def __init__(self, rank: int, pipe: connection.Connection) -> None:
+        self._rank = rank
+        self._pipe = pipe
+        self._calls: SimpleQueue[Sequence[bytes] | None] = SimpleQueue()
+        threading.Thread(target=self._write, name=f"hybridflow-calls-{rank}", daemon=True).start()
+
+    def put(self, *messages: bytes) -> None:
+        """Queues messages that stay together."""
+        self._calls.put(messages)
+
+    def end(self) -> None:
+        """Ends the thread behind what is queued."""
+        self._calls.put(None)
+
+    def _write(self) -> None:
+        try:
+            while (messages := self._calls.get()) is not None:
+                for message in messages:
+                    self._pipe.send_bytes(message)
+        except ConnectionError:  # the rank is gone: the thread that reads from it says so
+            return
+        except OSError as error:
+            log.error("rank %d cannot be written to, and will pass its deadline: %s", self._rank, error)
+
+
 class _Forked:
     """Ranks as processes of a fork server; two pipes each, and one thread here that reads them all."""
 
@@ -202,6 +234,7 @@ class _Forked:
         if preload:
             context.set_forkserver_preload(list(preload))
         self._work: list[connection.Connection] = []
+        self._writers: list[_Writer] = []
         self._control: list[connection.Connection] = []
         self._processes: list[BaseProcess] = []
         for rank, plan in enumerate(plans):
@@ -217,6 +250,7 @@ class _Forked:
             their_work.close()
             their_control.close()
             self._work.append(work)
+            self._writers.append(_Writer(rank, work))
             self._control.append(control)
             self._processes.append(process)
 
@@ -228,13 +262,12 @@ class _Forked:
             if id(share) not in packed:
                 packed[id(share)] = pack(share.map_batches(lambda batch: batch.readable(Segment)))
             payload = packed[id(share)]
-            self._running[rank].append(number)
-            try:
-                with self._send_lock:
-                    self._work[rank].send_bytes(pack((number, call.role, call.method, rank in call.wanted)))
-                    self._work[rank].send_bytes(payload)
-            except (BrokenPipeError, ConnectionError):
-                self._mourn(rank)
+            with self._arrived:
+                if (death := self._deaths.get(rank)) is not None:
+                    self._replies[number][rank] = Reply(failure=death)
+                    continue
+                self._running[rank].append(number)
+            self._writers[rank].put(pack((number, call.role, call.method, rank in call.wanted)), payload)
             self.moved += len(payload)
 
     def keep(self, batch: Batch) -> Batch:
@@ -272,7 +305,7 @@ class _Forked:
                 with self._send_lock:
                     self._control[rank].send_bytes(pack((question, operation, args)))
                 reached += 1
-            except (BrokenPipeError, ConnectionError, OSError):
+            except OSError:  # a rank that is gone does not answer
                 continue
         with self._arrived:
             self._arrived.wait_for(lambda: len(self._answers[question]) >= reached, timeout_s)
@@ -290,14 +323,13 @@ class _Forked:
         pids = [process.pid for process in self._processes if process.pid is not None]
         children = health.descendants(pids)
         if polite:
-            for work in self._work:
-                try:
-                    work.send_bytes(pack(None))
-                except (BrokenPipeError, ConnectionError):
-                    continue
+            for writer in self._writers:
+                writer.put(pack(None))
             until = time.monotonic() + CLOSE_TIMEOUT_S
             for process in self._processes:
                 process.join(max(0.0, until - time.monotonic()))
+        for writer in self._writers:
+            writer.end()
         health.kill(children, timeout_s=0.0)
         self._kill()
         atexit.unregister(self._kill)
@@ -340,7 +372,10 @@ class _Forked:
 
     def _take(self, rank: int, data: bytes, *, is_work: bool) -> None:
         number, packed = untagged(data)
-        value = unpack(packed, self.open)
+        try:
+            value = unpack(packed, self.open)
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits; this thread must outlive what it cannot read
+            value = Reply(failure=failure_of(error, rank))
         with self._arrived:
             if is_work:
                 self.moved += len(data)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -120,6 +121,13 @@ def _answer_control(control: Connection, context: RankContext) -> None:
     try:
         while True:
             question, operation, args = unpack(control.recv_bytes())
-            control.send_bytes(tagged(question, pack(control_answer(context.mailbox, operation, args))))
-    except (EOFError, OSError):
+            control.send_bytes(tagged(question, pack(_answered(context, operation, args))))
+    except (EOFError, OSError):  # the driver is gone; ``_queue_calls`` ends the process
         return
+
+
+def _answered(context: RankContext, operation: str, args: Sequence[Any]) -> Any:
+    try:
+        return control_answer(context.mailbox, operation, args)
+    except OSError as error:  # stacks go through a file: a full disk must not end the lane
+        return f"no {operation}: {error}"

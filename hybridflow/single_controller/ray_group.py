@@ -22,7 +22,7 @@ from hybridflow.batch.refs import Bytes, Kept
 from hybridflow.dispatch.group import RankContext, WorkerSpec
 from hybridflow.single_controller import health
 from hybridflow.single_controller.calls import CallTable, PreparedCall
-from hybridflow.single_controller.host import Failure, Place, Reply
+from hybridflow.single_controller.host import Failure, Place, Reply, failure_of
 from hybridflow.single_controller.lanes import GroupSettings, LaneGroup
 from hybridflow.single_controller.oom import OomKills, oom_kills
 from hybridflow.single_controller.ray_actor import CONTROL, RankActor
@@ -178,7 +178,10 @@ class _Actors:
         except RayError as error:
             return Reply(failure=self._death(rank, error))
         self.moved += len(data)
-        return unpack(data, partial(self.open, rank=rank), kept)
+        try:
+            return unpack(data, partial(self.open, rank=rank), kept)
+        except Exception as error:  # noqa: BLE001 - raised by ``wait`` with role, rank and method
+            return Reply(failure=failure_of(error, rank))
 
     def _death(self, rank: int, error: RayError) -> Failure:
         if rank not in self._deaths:

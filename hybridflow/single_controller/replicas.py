@@ -3,6 +3,9 @@
     call(rows) -> rows 0..a to replica 0 | rows a..b to replica 1 | ...      (a replica's world is its own)
     replica 1 dies -> a new one is opened, whoever waits -> it is welcomed (gets the weights) -> rows a..b go to it
 
+One that lets the deadline of a call pass hangs: it is killed, and counts as dead. When the one in its place is as late
+with the same call, the deadline is too short for the work, and that is raised.
+
 A row's result must depend on the row alone (a request's seed is made of step, prompt and sample): rows that are done
 again then come out as they would have the first time, and the trainer that waits notices nothing but time. What a
 replica made does not die with it: rows are taken over as soon as they are there (``hold``).
@@ -23,7 +26,7 @@ from hybridflow.batch.futures import Pending
 from hybridflow.dispatch.group import Fetched, WorkerGroup
 from hybridflow.single_controller import health
 from hybridflow.single_controller.pace import Pace
-from hybridflow.utils.errors import LostError
+from hybridflow.utils.errors import DeadlineError, LostError
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +36,11 @@ POLL_S = 0.05
 
 
 class Replica(WorkerGroup, health.Mortal, Protocol):
-    """A worker group whose processes can die."""
+    """A worker group whose processes can die, or stop."""
+
+    def first_loss(self) -> str | None:
+        """What died, or let a deadline pass, as text; None: nothing."""
+        ...
 
 
 class ReplicaGroup:
@@ -110,7 +117,7 @@ class ReplicaGroup:
             replica = self._wait_ready(number)
             try:
                 self.welcome(number, replica)
-            except LostError as error:
+            except (LostError, DeadlineError) as error:
                 self.make_good(number, replica, error)
             else:
                 with self._lock:
@@ -119,28 +126,29 @@ class ReplicaGroup:
         return self._replicas[number]
 
     def lives(self, number: int, replica: WorkerGroup) -> bool:
-        """Whether this replica, of which something was lost, has all its processes."""
+        """Whether this replica, of which something was lost, has all its processes and none of them hangs."""
         until = time.monotonic() + NOTICE_S
-        while self._replicas[number] is replica and self._replicas[number].first_death() is None:
+        while self._replicas[number] is replica and self._replicas[number].first_loss() is None:
             if time.monotonic() > until:
                 return True
             time.sleep(POLL_S)
         return False
 
-    def make_good(self, number: int, replica: WorkerGroup, error: LostError) -> None:
-        """Another replica, still new, stands in the place of this one, which ``error`` says is dead.
+    def make_good(self, number: int, replica: WorkerGroup, error: LostError | DeadlineError) -> None:
+        """Another replica, still new, stands in the place of this one, which ``error`` says is dead or hangs.
 
         Raises:
-            LostError: ``error`` itself, when the replica lives and the loss is not its own; no restart is left.
+            LostError, DeadlineError: ``error`` itself, when the replica lives and the loss is not its own.
+            LostError: no restart is left.
         """
         if self._lost is None and self.lives(number, replica):
             raise error
         self._replace(number, replica, str(error))
 
     def first_death(self) -> str | None:
-        """A death that cannot be made good, as text. Any other leads to a new process at once, whoever waits here."""
+        """A loss that cannot be made good, as text. Any other leads to a new process at once, whoever waits here."""
         for number, replica in enumerate(tuple(self._replicas)):
-            if (text := replica.first_death()) is not None:
+            if (text := replica.first_loss()) is not None:
                 try:
                     self._replace(number, replica, text)
                 except LostError as error:
@@ -225,7 +233,7 @@ class ReplicaGroup:
             if self._replicas[number] is not dead:  # somebody else who waits has noticed it before
                 return
             if self._lost is None and self._deaths[number] == self._restarts:
-                self._lost = f"replica {number} of group {self.name!r} died and no restart is left: {reason}"
+                self._lost = f"replica {number} of group {self.name!r} is lost and no restart is left: {reason}"
             if self._lost is not None:
                 raise LostError(self._lost)
             self._deaths[number] += 1
@@ -261,6 +269,7 @@ class _Shared(Pending[Any]):
         ]
         self._sent: list[tuple[WorkerGroup, Pending[Any]] | None] = [self._send(number) for number in range(count)]
         self._results: list[Any] = []
+        self._late: set[int] = set()
 
     def wait(self) -> Any:
         """See ``Pending.wait``: rows in their order, or the results of all replicas."""
@@ -304,6 +313,11 @@ class _Shared(Pending[Any]):
                     sent = self._sent[number] = (replica, replica.call(self._role, self._method, *args, **kwargs))
                 result = sent[1].wait()
                 return self._held(result) if self._has_rows else result
+            except DeadlineError as error:
+                if number in self._late:  # a new process was as late: it is the deadline that is short
+                    raise
+                self._late.add(number)
+                self._group.make_good(number, replica, error)
             except LostError as error:
                 self._group.make_good(number, replica, error)
 

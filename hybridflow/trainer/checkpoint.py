@@ -100,6 +100,8 @@ class CheckpointStore:
         self._remote = remote
         self._begun_at = 0
         self._own: set[int] = set()
+        self._cut_short: set[int] = set()
+        """Steps of which a part may lie in the remote folder."""
 
     def save(self, step: int, write_roles: Callable[[Path], None], state: Mapping[str, Any]) -> Checkpoint:
         """``begin``, ``write_roles(folder)``, ``complete``."""
@@ -138,8 +140,14 @@ class CheckpointStore:
         return Checkpoint(step, final)
 
     def abandon(self, step: int) -> None:
-        """Gives the space of an unfinished save back."""
-        shutil.rmtree(self._partial(step), ignore_errors=True)
+        """Gives the space of an unfinished save back; where the disk refuses even that, the next save tries again."""
+        partial = self._partial(step)
+        if not partial.exists():
+            return
+        try:
+            shutil.rmtree(partial)
+        except OSError as error:
+            logger.warning("%s stays for now: %s", partial, error)
 
     def go_on_from(self, step: int) -> None:
         """This run continues after ``step``: complete checkpoints beyond it are of another run.
@@ -160,21 +168,25 @@ class CheckpointStore:
     def newest(self) -> Checkpoint | None:
         """The newest complete checkpoint; damaged ones are skipped with a warning that says what is wrong.
 
-        One that only the remote folder has is fetched first.
+        One that only the remote folder has, or has undamaged, is fetched first.
         """
         here = self._steps()
         there = [] if self._remote is None else _numbers(self._remote.complete(last=MANIFEST))
         return self._newest(here, there)
 
     def _newest(self, here: Iterable[int], there: Iterable[int]) -> Checkpoint | None:
-        here = set(here)
-        for step in sorted({*here, *there}, reverse=True):
+        here, there = set(here), set(there)
+        for step in sorted(here | there, reverse=True):
             folder = self._folder(step)
+            damage = damage_of(folder) if step in here else None
+            if damage is not None and step in there:
+                logger.warning("checkpoint %s is moved to %s: %s", folder, self._moved_aside(step).name, damage)
+                here.discard(step)
             if step not in here:
                 assert self._remote is not None
                 logger.info("fetching %s from %s", folder.name, self._remote.url)
                 self._remote.pull(folder.name, folder)
-            damage = damage_of(folder)
+                damage = damage_of(folder)
             if damage is None:
                 return Checkpoint(step, folder)
             logger.warning("checkpoint %s is skipped: %s", folder, damage)
@@ -206,16 +218,19 @@ class CheckpointStore:
         foreign = [other for other in self._steps() if other > self._begun_at and other not in self._own]
         here = [step] if self._folder(step).exists() else []
         for other in sorted(set(foreign + here)):
-            number = 1
-            while (aside := self.root / f"{_PREFIX}{other}{_REPLACED}{number}").exists():
-                number += 1
-            os.replace(self._folder(other), aside)
             logger.warning(
                 "%s is damaged, or of a run other than this one, which began after step %d: moved to %s",
                 self._folder(other),
                 self._begun_at,
-                aside.name,
+                self._moved_aside(other).name,
             )
+
+    def _moved_aside(self, step: int) -> Path:
+        number = 1
+        while (aside := self.root / f"{_PREFIX}{step}{_REPLACED}{number}").exists():
+            number += 1
+        os.replace(self._folder(step), aside)
+        return aside
 
     def _prune(self) -> None:
         # A folder without manifest is nobody's checkpoint: it neither counts nor goes.
@@ -229,7 +244,12 @@ class CheckpointStore:
             shutil.rmtree(going)
 
     def _copy(self, remote: RemoteFolder, final: Path) -> None:
+        step = int(final.name.removeprefix(_PREFIX))
+        self._cut_short.add(step)
         remote.push(final, last=MANIFEST)
+        self._cut_short.discard(step)
+        while self._cut_short:
+            remote.remove(f"{_PREFIX}{self._cut_short.pop()}")
         held = remote.complete(last=MANIFEST)
         scores = {step: held[f"{_PREFIX}{step}"].get("score") for step in _numbers(held)}
         foreign = {step for step in scores if step > self._begun_at and step not in self._own}
@@ -252,31 +272,37 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _score(folder: Path) -> float | None:
     try:
-        return _manifest(folder).get("score")
-    except (json.JSONDecodeError, AttributeError):  # a damaged one is not the best
+        score = _manifest(folder).get("score")
+    except (ValueError, AttributeError, OSError):  # a damaged one is not the best
         return None
+    return score if isinstance(score, (int, float)) else None
 
 
 def damage_of(folder: Path) -> str | None:
-    """What is wrong with the checkpoint in ``folder``; None: nothing."""
-    manifest_path = folder / MANIFEST
-    if not manifest_path.is_file():
+    """What is wrong with the checkpoint in ``folder``; None: nothing. What cannot be read is damage, too."""
+    if not (folder / MANIFEST).is_file():
         return f"{MANIFEST} is missing (the save was cut short)"
     try:
         manifest = _manifest(folder)
-        files: dict[str, dict[str, Any]] = dict(manifest["files"])
         int(manifest["step"])
+        files = {name: (entry["bytes"], entry["blake2b"]) for name, entry in dict(manifest["files"]).items()}
     except (ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} is damaged: {error!r}"
-    for name, entry in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, the manifest says {entry['bytes']}"
-        if _digest(path) != entry["blake2b"]:
-            return f"{name} does not match its digest"
-    return None
+    except OSError as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    damages = (_file_damage(folder / name, name, *expected) for name, expected in files.items())
+    return next((damage for damage in damages if damage is not None), None)
+
+
+def _file_damage(path: Path, name: str, size: int, digest: str) -> str | None:
+    if not path.is_file():
+        return f"{name} is missing"
+    try:
+        if (found := path.stat().st_size) != size:
+            return f"{name} has {found} bytes, the manifest says {size}"
+        return None if _digest(path) == digest else f"{name} does not match its digest"
+    except OSError as error:
+        return f"{name} cannot be read: {error}"
 
 
 def _describe(folder: Path) -> dict[str, dict[str, Any]]:

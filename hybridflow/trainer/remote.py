@@ -7,6 +7,7 @@ whose own folder lacks the newest one (another machine, an emptied disk) fetches
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from typing import Any, TypeVar
 import fsspec
 
 from hybridflow.utils.errors import ConfigError, MachineError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -58,8 +61,9 @@ class RemoteFolder:
     def pull(self, name: str, into: Path) -> None:
         """Fetches the checkpoint ``name`` into the folder ``into``, which appears complete or not at all."""
         partial = into.with_name(into.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.parent.mkdir(parents=True, exist_ok=True)
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
         source = f"{self._root}/{name}"
 
         def fetch() -> None:
@@ -74,16 +78,22 @@ class RemoteFolder:
         os.replace(partial, into)
 
     def complete(self, *, last: str) -> dict[str, dict[str, Any]]:
-        """Manifest by name of every complete checkpoint there."""
+        """Manifest by name of every complete checkpoint there; one that cannot be read is left out with a warning."""
 
-        def look() -> dict[str, dict[str, Any]]:
+        def look() -> dict[str, bytes]:
             if not self._files.exists(self._root):
                 return {}
             names = [path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
             held = [name for name in names if self._files.exists(f"{self._root}/{name}/{last}")]
-            return {name: json.loads(self._files.cat_file(f"{self._root}/{name}/{last}")) for name in held}
+            return {name: self._files.cat_file(f"{self._root}/{name}/{last}") for name in held}
 
-        return self._reach(look)
+        manifests = {}
+        for name, text in self._reach(look).items():
+            try:
+                manifests[name] = dict(json.loads(text))
+            except (ValueError, TypeError) as error:
+                logger.warning("%s/%s is left out: its %s is damaged: %r", self.url, name, last, error)
+        return manifests
 
     def set_aside(self, name: str, marked: str) -> None:
         """Renames a checkpoint there to ``name`` + ``marked`` + the first free number."""
@@ -97,8 +107,13 @@ class RemoteFolder:
         self._reach(rename)
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint there."""
-        self._reach(lambda: self._files.rm(f"{self._root}/{name}", recursive=True))
+        """Removes a checkpoint there, or what there is of it."""
+
+        def remove() -> None:
+            if self._files.exists(target := f"{self._root}/{name}"):
+                self._files.rm(target, recursive=True)
+
+        self._reach(remove)
 
     def _reach(self, action: Callable[[], T]) -> T:
         try:

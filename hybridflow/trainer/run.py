@@ -265,6 +265,9 @@ class Run:
         self.first_validation = state["first_validation"]
         self.last_validation = state["last_validation"]
         logger.info("resumed from %s", found.folder)
+        if 0 < self.total_steps <= found.step:
+            said = (found.folder, found.step, self.total_steps)
+            logger.warning("%s is of step %d and the run has %d: no step is left to do", *said)
         return found.step
 
     def _find_checkpoint(self) -> Checkpoint | None:

@@ -168,12 +168,17 @@ class Saver:
                 logger.info("checkpoint of step %d: %s", step, _reason(follower))
         self._store.abandon(step)
         self.failed += 1
-        text = f"the checkpoint of step {step} could not be written below {self._store.root}: {_reason(error)}"
+        if self._store.last_own == step:
+            text = f"the checkpoint of step {step} is complete below {self._store.root}, but its copy is not"
+            advice = "Mend what trainer.checkpoint_copy names"
+        else:
+            text = f"the checkpoint of step {step} could not be written below {self._store.root}"
+            advice = "Free some space or give another trainer.default_local_dir"
+        text += f": {_reason(error)}"
         if not self._goes_on:
             raise MachineError(
-                f"{text}. The run stops here; the checkpoints before it are untouched. Free some space or give another "
-                "trainer.default_local_dir, and start again: it goes on from the newest. trainer.save_failure=warn "
-                "goes on training without checkpoints"
+                f"{text}. The run stops here; the checkpoints before it are untouched. {advice}, and start again: it "
+                "goes on from the newest. trainer.save_failure=warn goes on training without checkpoints"
             ) from error
         logger.error("%s. Training goes on (trainer.save_failure=warn); failed saves so far: %d", text, self.failed)
 

@@ -82,8 +82,9 @@ def build_trackers(
         build: Callable[[RunInfo], Tracker] = load(TRACKERS[name])
         try:
             trackers[name] = build(info)
-        except Exception as error:  # noqa: BLE001  (third-party code: a tracker never stops a run)
-            logger.warning("tracker %s cannot start and is left out: %s: %s", name, type(error).__name__, error)
+        except Exception as error:  # third-party code: a tracker never stops a run
+            said = (name, type(error).__name__, error)
+            logger.warning("tracker %s cannot start and is left out: %s: %s", *said, exc_info=True)
     return CompositeTracker(trackers)
 
 
@@ -122,9 +123,10 @@ class CompositeTracker:
         for name, tracker in self._trackers.items():
             try:
                 call(tracker)
-            except Exception as error:  # noqa: BLE001  (third-party code: a tracker never stops a run)
+            except Exception as error:  # third-party code: a tracker never stops a run
                 if self._lost[name] == 0:
-                    logger.warning("tracker %s failed, training goes on: %s: %s", name, type(error).__name__, error)
+                    said = (name, type(error).__name__, error)
+                    logger.warning("tracker %s failed, training goes on: %s: %s", *said, exc_info=True)
                 self._lost[name] += 1
 
 
@@ -259,7 +261,10 @@ class JsonlTracker:
             if first_step <= 1:
                 path.rename(_free_name(path))
                 continue
-            kept = [line for line in path.read_bytes().splitlines() if _step_of(line) < first_step]
+            lines = path.read_bytes().splitlines()
+            kept = [line for line in lines if _step_of(line) < first_step]
+            if path == self._metrics:
+                _tell_missing(path, {int(_step_of(line)) for line in kept}, first_step)
             rest = path.with_suffix(".tmp")
             rest.write_bytes(b"".join(line + b"\n" for line in kept))
             os.replace(rest, path)
@@ -275,6 +280,14 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+def _tell_missing(path: Path, kept: set[int], first_step: int) -> None:
+    """Warns when the file lacks lines of steps that are not done again: it was cut, or is of another run."""
+    missing = sorted(set(range(1, first_step)) - kept)
+    if missing:
+        shown = ", ".join(map(str, missing[:10])) + (" ..." if len(missing) > 10 else "")
+        logger.warning("%s lacks the lines of %d steps before step %d: %s", path, len(missing), first_step, shown)
 
 
 def _free_name(path: Path) -> Path:

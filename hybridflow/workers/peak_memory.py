@@ -33,7 +33,7 @@ class PeakMemory:
         if self._device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            with suppress(OSError):
+            with suppress(OSError):  # a kernel that refuses: the peak is then that of the whole life of the process
                 _RESET.write_text(_RESET_HIGH_WATER)
 
     def bytes(self) -> int:

@@ -86,7 +86,8 @@ class Skips:
 
     def _write(self, folder: Path, engine: TrainEngine, rows: Batch, counts: Counts, *, step: int, number: int) -> None:
         if self._rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that came here before, with other ranks perhaps
+            if folder.exists():  # of a run that came here before, with other ranks perhaps
+                shutil.rmtree(folder)
             folder.mkdir(parents=True)
         engine.finish_save()  # one that is being written in the background must end before another begins
         engine.save(str(folder / WEIGHTS), contents=MODEL)

@@ -1,4 +1,4 @@
-"""kill -9 on a rank of a job while it is inside a chosen call."""
+"""kill -9, or kill -STOP, on a rank of a job while it is inside a chosen call."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class Kill:
     """Calls of this group alone count."""
     victim: str = ""
     """Group of the rank that is killed; empty: the one that is called."""
+    stops: bool = False
+    """Whether it is stopped in place of killed: it neither answers nor dies."""
 
 
 @contextmanager
@@ -55,7 +57,7 @@ def killing(*kills: Kill) -> Iterator[list[int]]:
                 time.sleep(kill.delay_s)
                 children = health.descendants([place.pid])
                 with suppress(ProcessLookupError):  # an earlier kill was not noticed yet
-                    os.kill(place.pid, signal.SIGKILL)
+                    os.kill(place.pid, signal.SIGSTOP if kill.stops else signal.SIGKILL)
                 killed.extend([place.pid, *children])
                 done.append(kill)
         return pending

@@ -80,20 +80,23 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on_later(tmp_path, numbe
     assert without_bytes(tmp_path / "again") == without_bytes(tmp_path / "whole")
 
 
-def test_a_second_signal_leaves_at_once_and_ends_every_process(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_leaves_at_once_and_ends_every_process(tmp_path, number):
+    """SIGINT to the whole group, as somebody does who presses Ctrl-C twice."""
+    send = os.killpg if number == signal.SIGINT else os.kill
     job = start_job(tmp_path, SLOW)
     try:
         wait_until(lambda: len(_ranks(job.pid)) >= 2 and (tmp_path / "resolved_config.yaml").exists(), job)
         time.sleep(10.0)  # the ranks stand and score their first batch, which takes for ever
         started = health.descendants([job.pid])
-        job.send_signal(signal.SIGTERM)
+        send(job.pid, number)
         time.sleep(1.0)
         assert job.poll() is None, "the first signal waits for the step"
         begun = time.monotonic()
-        job.send_signal(signal.SIGTERM)
+        send(job.pid, number)
         job.communicate(timeout=20)
         assert time.monotonic() - begun < 5.0
-        assert job.returncode == 128 + signal.SIGTERM
+        assert job.returncode == 128 + number
         assert health.wait_gone(started, timeout_s=5.0) == []
     finally:
         health.kill([job.pid, *health.descendants([job.pid])])

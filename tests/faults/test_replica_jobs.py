@@ -49,6 +49,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def vllm_apart(tp: int) -> dict[str, Any]:
+    """Two vLLM replicas of ``tp`` ranks each."""
+    return APART | {
+        "trainer.controller": "ray",
+        "trainer.pools": {"sampling": {"slots": [2 * tp], "roles": ["rollout"]}},
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": tp,
+    }
+
+
 def assert_nothing_is_left(killed: list[int], children: set[int]) -> None:
     assert health.wait_gone(killed, timeout_s=0.0) == []
     helpers = {forkserver._forkserver._forkserver_pid}
@@ -81,7 +91,7 @@ def test_a_replica_that_has_died_too_often_ends_the_run_and_is_named(tmp_path):
     with (
         killing(*kills),
         pytest.raises(
-            LostError, match=r"replica 1 of group 'sampling' died and no restart is left: (.|\n)*rank 0 of 1 \(node"
+            LostError, match=r"replica 1 of group 'sampling' is lost and no restart is left: (.|\n)*rank 0 of 1 \(node"
         ),
     ):
         run_job(tmp_path, **APART | {"trainer.max_replica_restarts": 1})
@@ -119,6 +129,46 @@ def test_a_replica_on_ray_that_is_killed_leaves_the_weights_of_one_process(tmp_p
     assert [name for name in one if not one[name].equal(two[name])] == []
 
 
+HANGING = (
+    Kill("generate_sequences", 4, rank=0, group=FIRST, stops=True),
+    Kill("publish", 4, rank=0, group=SECOND, stops=True),
+    Kill("publish", 6, rank=0, group=FIRST, stops=True),
+)
+SHORT = {f"trainer.timeouts.{phase}_s": 12.0 for phase in ("generate", "publish")}
+
+
+@pytest.mark.slow
+def test_replicas_that_hang_in_generation_and_publish_change_nothing(tmp_path, undisturbed):
+    """They are stopped, their calls' deadlines pass, they are killed and replaced; the trainers give up before."""
+    children = set(health.descendants([os.getpid()]))
+    with killing(*HANGING) as stopped:
+        rows = run_job(tmp_path / "again", **APART | SHORT)
+    assert_nothing_is_left(stopped, children)
+    assert_same_end(undisturbed, tmp_path / "again", but=MAY_DIFFER)
+    assert rows[-1][COUNTER] == len(HANGING)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_vllm_replica_that_hangs_changes_nothing(tmp_path, tp):
+    """As the test of those that are killed; of two ranks one is stopped, and its peer waits for it."""
+    options = vllm_apart(tp)
+    long = {f"trainer.timeouts.{phase}_s": 30.0 for phase in ("generate", "publish")}
+    kills = (
+        Kill("generate_sequences", 4, rank=tp - 1, group=FIRST, stops=True),
+        Kill("publish", 4, rank=tp - 1, group=SECOND, stops=True),
+    )
+    with killing(*kills) as stopped:
+        rows = run_job(tmp_path / "again", **options | long)
+    assert rows[-1][COUNTER] == 2
+    assert health.wait_gone(stopped, timeout_s=0.0) == []
+    run_job(tmp_path / "whole", **options)
+    assert_same_end(tmp_path / "whole", tmp_path / "again", but=MAY_DIFFER)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_kills_at_random_moments_change_nothing(tmp_path, undisturbed, seed):
@@ -148,12 +198,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path, undisturbed, seed):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_vllm_replica_that_is_killed_changes_nothing(tmp_path, tp):
     """Two replicas of one rank, or of two of which one dies; on a Ray of the run's own."""
-    options = APART | {
-        "trainer.controller": "ray",
-        "trainer.pools": {"sampling": {"slots": [2 * tp], "roles": ["rollout"]}},
-        "actor_rollout_ref.rollout.name": "vllm",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": tp,
-    }
+    options = vllm_apart(tp)
     kills = (
         Kill("generate_sequences", 4, rank=tp - 1, group=FIRST, delay_s=0.1),
         Kill("publish", 4, rank=tp - 1, group=SECOND),

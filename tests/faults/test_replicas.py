@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -14,11 +14,11 @@ import torch
 
 from hybridflow.batch.batch import Batch
 from hybridflow.dispatch.group import WorkerGroup, WorkerSpec
-from hybridflow.single_controller import health
+from hybridflow.single_controller import health, lanes
 from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.single_controller.replicas import ReplicaGroup
-from hybridflow.utils.errors import LostError, WorkerError
+from hybridflow.utils.errors import DeadlineError, LostError, WorkerError
 from tests import ranks
 from tests.unit.single_controller.contract import SPECS, WORKERS
 
@@ -32,9 +32,14 @@ Open = Callable[..., ReplicaGroup]
 def open_replicas() -> Iterator[Open]:
     opened = []
 
-    def give(welcome: Callable[[int, WorkerGroup], None] | None = None, **settings: Any) -> ReplicaGroup:
+    def give(
+        welcome: Callable[[int, WorkerGroup], None] | None = None,
+        deadlines: Mapping[str, float] | None = None,
+        **settings: Any,
+    ) -> ReplicaGroup:
+        of_calls = deadlines or {}
         group = ReplicaGroup(
-            lambda number: LocalGroup(2, SPEC, GroupSettings(name=f"replica{number}"), preload=()),
+            lambda number: LocalGroup(2, SPEC, GroupSettings(name=f"replica{number}", deadlines=of_calls), preload=()),
             2,
             **{"restarts": 2, **settings},
         )
@@ -104,7 +109,9 @@ def test_a_wait_on_another_group_starts_the_new_process_and_goes_on(open_replica
 def test_a_death_that_cannot_be_made_good_ends_a_wait_on_another_group(open_replicas, trainer):
     group = open_replicas(restarts=0)
     kill_later(pids(group)[1][0])
-    with pytest.raises(LostError, match=r"given up, because replica 1 of group 'replicas' died and no restart is left"):
+    with pytest.raises(
+        LostError, match=r"given up, because replica 1 of group 'replicas' is lost and no restart is left"
+    ):
         trainer.call("echo", "doze", seconds=60.0).wait()
     with pytest.raises(LostError, match="no restart is left"):
         group.call("server", "serve", ROWS).wait()
@@ -146,9 +153,41 @@ def test_a_replica_that_dies_as_soon_as_it_is_back_uses_up_the_restarts(open_rep
     kill_later(pids(group)[0][0], 0.0)
     group.welcome = deadly
     time.sleep(0.5)
-    with pytest.raises(LostError, match=r"replica 0 of group 'replicas' died and no restart is left: .*rank 0 of 2"):
+    with pytest.raises(LostError, match=r"replica 0 of group 'replicas' is lost and no restart is left: .*rank 0 of 2"):
         group.call("server", "serve", ROWS).wait()
     assert group.restarted == 2
+
+
+def test_a_replica_that_hangs_is_killed_and_its_rows_are_done_again(open_replicas, monkeypatch):
+    """A stopped process neither answers nor dies: the deadline of the call says that it is lost."""
+    monkeypatch.setattr(lanes, "STACKS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(lanes, "STACKS_S", 0.2)
+    group = open_replicas(deadlines={"serve": 1.5})
+    before = pids(group)
+    os.kill(before[1][0], signal.SIGSTOP)
+    assert group.call("server", "serve", ROWS).wait()["y"].tolist() == [3000 + i for i in range(7)]
+    assert group.restarted == 1
+    assert health.wait_gone(before[1], timeout_s=0.0) == []
+    assert pids(group)[0] == before[0], "the other replica was left alone"
+
+
+def test_work_that_takes_a_new_replica_too_long_as_well_is_no_hang(open_replicas, monkeypatch):
+    monkeypatch.setattr(lanes, "STACKS_S", 0.2)
+    group = open_replicas(deadlines={"serve": 0.5})
+    with pytest.raises(DeadlineError, match="serve passed its deadline of 0.5 s"):
+        group.call("server", "serve", ROWS.rows([0]), seconds=30.0).wait()
+    assert group.restarted == 1, "and not as often as deaths may be made good"
+
+
+def test_a_replica_that_hangs_is_found_by_a_wait_on_another_group(open_replicas, trainer, monkeypatch):
+    """Its own call has passed its deadline in a thread that has given up since."""
+    monkeypatch.setattr(lanes, "STACKS_S", 0.2)
+    group = open_replicas(deadlines={"serve": 0.3})
+    before = pids(group)
+    with pytest.raises(DeadlineError):
+        group.standing(0).call("server", "serve", ROWS.rows([0, 1]), seconds=30.0).wait()
+    trainer.call("echo", "doze", seconds=1.0).wait()
+    assert group.restarted == 1 and health.wait_gone(before[0], timeout_s=0.0) == []
 
 
 def test_what_a_replica_raises_is_raised_and_nothing_is_restarted(open_replicas):

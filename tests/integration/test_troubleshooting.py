@@ -76,7 +76,7 @@ def port(folder: Path) -> str:
 
 def late_collective(folder: Path) -> str:
     meet = lambda group: group.call("echo", "meet", late=1, seconds=60.0).wait()  # noqa: E731
-    return error_of(WorkerError, SPECS, meet, collective_timeout_s=1.0)
+    return error_of(DeadlineError, SPECS, meet, collective_timeout_s=1.0)
 
 
 def deadline(folder: Path) -> str:

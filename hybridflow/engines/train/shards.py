@@ -9,6 +9,7 @@ raises: none waits for one that has given up. The format's index is a pickle: it
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from hybridflow.utils.errors import MachineError
+
+logger = logging.getLogger(__name__)
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = frozenset(
@@ -83,10 +86,12 @@ class ShardWriter:
         return self._planner.finish_plan(_scattered(chosen)), metadata
 
     def write(self) -> None:
-        """Writes this rank's file; a failure waits for ``finish``. Runs in any thread."""
+        """Writes this rank's file; a failure of any kind waits for ``finish``. Runs in any thread."""
         try:
             self._results = self._writer.write_data(self._plan, self._planner).wait()
-        except (OSError, RuntimeError) as error:  # torch's zip writer turns a failed write into a RuntimeError
+        except Exception as error:  # the end of a thread: ``finish`` raises it on every rank
+            if not isinstance(error, (OSError, RuntimeError)):  # as a disk fails; torch's zip writer by RuntimeError
+                logger.exception("writing %s failed", self._folder)
             self._error = _text(error)
 
     def finish(self, beside: Callable[[], None]) -> None:

@@ -44,7 +44,7 @@ def test_anything_else_is_a_type_error(returned):
         as_score(returned)
 
 
-@pytest.mark.parametrize("returned", [float("nan"), float("inf"), np.float32("nan"), {"score": float("nan")}])
+@pytest.mark.parametrize("returned", [float("nan"), float("inf"), np.float32("nan"), {"score": float("nan")}, 10**400])
 def test_a_score_is_finite(returned):
     with pytest.raises(ValueError, match="not finite"):
         as_score(returned)

@@ -22,8 +22,15 @@ SLACK_S = 4.0
 """Start of a replacement process on a busy machine; without the deadline the calls would take a minute or for ever."""
 
 FILE = """
-import asyncio, os, re, signal, subprocess, time
+import asyncio, enum, os, re, signal, subprocess, time
 import numpy as np
+
+class Kind(str, enum.Enum):
+    GOOD = "good"
+
+class Odd:
+    shape = ()
+    def item(self): raise RuntimeError("no number today")
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     print("printed by the reward function")
@@ -38,6 +45,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         with open(ground_truth, "a") as file: file.write("x")
         if os.path.getsize(ground_truth) <= int(solution_str[5:]): raise OSError("service is down")
     if solution_str == "nan": return float("nan")
+    if solution_str == "odd": return Odd()
+    if solution_str == "own types": return {"score": True, "kind": Kind.GOOD}
     if solution_str == "pid": return {"score": 0.0, "pid": os.getpid()}
     if solution_str == "alarm":
         signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(5); signal.alarm(0)
@@ -301,3 +310,10 @@ def test_children_end_when_their_parent_is_killed_in_the_middle_of_a_call(tmp_pa
         assert alive(child)
         parent.kill()
     assert wait_until_gone(child)
+
+
+def test_types_of_the_users_own_come_as_text_and_do_no_harm(runner_of):
+    """The run has none of them: it could not read them."""
+    whole, failed = runner_of(max_failed_share=0.5).score([sample("own types"), sample("odd")])
+    assert whole.score == 1.0 and whole.info == {"kind": "<Kind.GOOD: 'good'>"}
+    assert not failed.valid and failed.cause == "raised RuntimeError: no number today"

@@ -164,6 +164,9 @@ def leaving_and_unpicklable_results_are_errors_too(group: LaneGroup) -> None:
         group.call("echo", "leave").wait()
     with pytest.raises(WorkerError, match="unpicklable raised TypeError: cannot pickle"):
         group.call("echo", "unpicklable").wait()
+    with pytest.raises(WorkerError, match="unreadable raised ValueError: invalid literal"):
+        group.call("echo", "unreadable").wait()
+    assert group.call("echo", "first").wait() == 0
 
 
 def one_failing_rank_is_named_though_its_peer_hangs(open_group: Open) -> None:

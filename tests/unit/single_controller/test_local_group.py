@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import pytest
 import torch
 
 from hybridflow.dispatch.group import WorkerSpec
-from hybridflow.single_controller.host import Rendezvous, open_store
+from hybridflow.single_controller import lanes
+from hybridflow.single_controller.host import Rendezvous, Reply, open_store
 from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.topology.parallel import ParallelDims
@@ -91,6 +93,26 @@ def test_a_deadline_names_who_did_not_answer(tmp_path: Path) -> None:
 
 def test_a_stalled_call_is_reported_before_its_deadline(caplog: Any) -> None:
     contract.a_stalled_call_is_reported_before_its_deadline_and_the_straggler_after_it(open_pair, caplog)
+
+
+@pytest.mark.parametrize("jump_s", [1e6, -1e6])
+def test_a_clock_that_jumps_moves_no_deadline(pair: LocalGroup, monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+    """As when a machine without a battery learns the date: calls are timed by a clock that only runs."""
+    now = time.time
+    call = pair.call("echo", "doze", seconds=0.3)
+    monkeypatch.setattr(time, "time", lambda: now() + jump_s)
+    call.wait()
+    pair.call("echo", "first")
+    assert 0.3 <= call.seconds < 60
+
+
+@pytest.mark.parametrize("told_s", [-1e6, -1.0, 1e6])
+def test_a_call_has_ended_between_its_earliest_end_and_now_whatever_the_ranks_clock_says(told_s: float) -> None:
+    begun_at = time.monotonic() - 10.0
+    call = lanes.Submission(1, "echo", "doze", [0], 60.0, None)
+    call.replies, call.seconds = {0: Reply(at=time.time() + told_s)}, 2.0
+    expected = {-1e6: begun_at + 2.0, -1.0: time.monotonic() - 1.0, 1e6: time.monotonic()}[told_s]
+    assert abs(lanes._finished_at(call, begun_at) - expected) < 0.5
 
 
 def test_workers_are_closed_at_shutdown(tmp_path: Path) -> None:

@@ -20,6 +20,13 @@ from hybridflow.dispatch.register import register
 from hybridflow.utils.errors import ConfigError
 
 
+class Unreadable:
+    """Can be pickled only."""
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return int, ("no number",)
+
+
 class Echo:
     """Returns what it sees."""
 
@@ -91,6 +98,11 @@ class Echo:
     def unpicklable(self) -> object:
         """Something that cannot travel."""
         return threading.Lock()
+
+    @register(dispatch="ONE_TO_ALL")
+    def unreadable(self) -> object:
+        """Something that travels, and cannot be read where it arrives."""
+        return Unreadable()
 
     @register(dispatch="ONE_TO_ALL")
     def doze(self, *, seconds: float, rank: int = -1) -> None:

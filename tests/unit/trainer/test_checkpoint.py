@@ -152,3 +152,47 @@ def test_a_checkpoint_may_be_loaded_from_a_folder_of_any_name(tmp_path):
     store = _store(tmp_path, steps=(2,))
     (tmp_path / "global_step_2").rename(tmp_path / "the good one")
     assert store.at(tmp_path / "the good one").step == 2
+
+
+UNREADABLE = "/proc/self/mem"
+"""A file of no size that answers a read with an error of the disk (EIO)."""
+
+
+def test_a_file_that_cannot_be_read_is_damage_not_a_crash(tmp_path, caplog):
+    store = _store(tmp_path)
+    shard = tmp_path / "global_step_10" / "actor" / "shard_0.bin"
+    manifest = tmp_path / "global_step_10" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"bytes": 256', '"bytes": 0'))
+    for path, of in ((shard, 10), (tmp_path / "global_step_4" / MANIFEST, 4)):
+        path.unlink()
+        path.symlink_to(UNREADABLE)
+        assert "cannot be read: [Errno 5]" in str(damage_of(tmp_path / f"global_step_{of}"))
+    assert store.newest().step == 2
+    assert "global_step_10 is skipped: actor/shard_0.bin cannot be read" in caplog.text
+
+
+def test_a_link_in_place_of_a_file_counts_by_what_it_leads_to(tmp_path):
+    _store(tmp_path)
+    shard = tmp_path / "global_step_10" / "actor" / "shard_0.bin"
+    twin = tmp_path / "elsewhere"
+    shard.rename(twin)
+    shard.symlink_to(twin)
+    assert damage_of(tmp_path / "global_step_10") is None
+    twin.write_bytes(bytes(256))
+    assert "does not match its digest" in str(damage_of(tmp_path / "global_step_10"))
+    twin.unlink()
+    assert "actor/shard_0.bin is missing" in str(damage_of(tmp_path / "global_step_10"))
+    shard.unlink()
+    shard.mkdir()
+    assert "actor/shard_0.bin is missing" in str(damage_of(tmp_path / "global_step_10"))
+
+
+@pytest.mark.parametrize("manifest", [b"\xff\xfe", b"[]", b'{"score": "high", "files": {"x": 3}, "step": 2}'])
+def test_a_damaged_older_one_keeps_nobody_from_saving(tmp_path, manifest):
+    store = CheckpointStore(tmp_path, Retention(newest=1, best=True))
+    store.save(2, _write, {})
+    (tmp_path / "global_step_2" / MANIFEST).write_bytes(manifest)
+    assert MANIFEST in str(damage_of(tmp_path / "global_step_2"))
+    _write(store.begin(4))
+    store.complete(4, {}, score=0.5)
+    assert store.newest().step == 4

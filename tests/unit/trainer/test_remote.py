@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from hybridflow.trainer.checkpoint import MANIFEST, CheckpointStore, Retention, damage_of
+from hybridflow.trainer.checkpoint import MANIFEST, STATE, CheckpointStore, Retention, damage_of
 from hybridflow.trainer.remote import RemoteFolder
 from hybridflow.utils.errors import ConfigError, MachineError
+from tests.invariants.test_resume import dying_after, tensors
+from tests.jobs import read_metrics, run_job
 
 
 def _write(folder: Path) -> None:
@@ -89,3 +93,81 @@ def test_a_file_system_that_refuses_is_named(tmp_path):
 def test_an_unknown_protocol_is_an_error_of_the_configuration():
     with pytest.raises(ConfigError, match=r"checkpoint_copy=nowhere://x"):
         RemoteFolder("nowhere://x")
+
+
+def test_what_is_damaged_here_is_fetched_again(tmp_path, url, caplog):
+    store = _store(tmp_path / "here", url, (2, 4))
+    (tmp_path / "here" / "global_step_4" / "actor" / "shard_0.bin").write_bytes(b"x")
+    newest = store.newest()
+    assert newest is not None and newest.step == 4 and damage_of(newest.folder) is None
+    assert (tmp_path / "here" / "global_step_4.replaced-1").is_dir()
+    assert "shard_0.bin has 1 bytes" in caplog.text
+
+
+def test_a_copy_whose_manifest_is_damaged_is_left_out_and_keeps_nobody_from_saving(tmp_path, url, caplog):
+    store = _store(tmp_path / "here", url, (2, 4))
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.pipe_file(f"{root}/global_step_4/{MANIFEST}", b'{"step": ')
+    assert CheckpointStore(tmp_path / "elsewhere", remote=RemoteFolder(url)).newest().step == 2
+    assert "global_step_4 is left out" in caplog.text
+    store.save(6, _write, {})
+    assert _there(url) == ["global_step_2", "global_step_6"]
+
+
+class FailingFiles(MemoryFileSystem):
+    """Refuses the files whose numbers, from the first that it was given, are in ``refused``."""
+
+    protocol = "failing"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    refused: ClassVar[set[int]] = set()
+    given = 0
+
+    def put_file(self, *args: Any, **kwargs: Any) -> None:
+        type(self).given += 1
+        if self.given in self.refused:
+            raise ConnectionResetError("the bucket has gone away")
+        super().put_file(*args, **kwargs)
+
+
+@pytest.fixture
+def failing():
+    fsspec.register_implementation("failing", FailingFiles, clobber=True)
+    FailingFiles.store.clear()
+    FailingFiles.pseudo_dirs[:] = [""]
+    FailingFiles.given = 0
+    return "failing://bucket/far"
+
+
+def test_a_copy_that_breaks_off_is_nobodys_checkpoint_and_goes_with_the_next_whole_one(tmp_path, failing):
+    """A checkpoint has three files here: of the second one, two arrive."""
+    FailingFiles.refused = {6}
+    store = _store(tmp_path / "here", failing, (2,))
+    with pytest.raises(MachineError, match=r"far cannot be used: ConnectionResetError: the bucket has gone away"):
+        store.save(4, _write, {})
+    fs, root = fsspec.core.url_to_fs(failing)
+    assert fs.exists(f"{root}/global_step_4/{STATE}")
+    assert CheckpointStore(tmp_path / "lost", remote=RemoteFolder(failing)).newest().step == 2
+    assert CheckpointStore(tmp_path / "here").newest().step == 4, "the one here is complete all the same"
+    store.save(6, _write, {})
+    assert _there(failing) == ["global_step_2", "global_step_6"]
+    assert not fs.exists(f"{root}/global_step_4"), "what a broken copy left takes no room"
+
+
+def test_a_run_goes_on_from_the_copy_alone_where_one_copy_broke_off(tmp_path, failing):
+    """The folder of the run is lost behind step 3, whose copy had ended half-way."""
+    options = {"trainer.total_training_steps": 4, "trainer.save_freq": 1, "actor_rollout_ref.actor.optim.lr": 1e-4}
+    copied = options | {"trainer.checkpoint_copy": failing, "trainer.save_failure": "warn"}
+    files = run_job(tmp_path / "whole", **options) and len(
+        [path for path in (tmp_path / "whole" / "global_step_1").rglob("*") if path.is_file()]
+    )
+    FailingFiles.refused = {2 * files + 2}
+    with dying_after(3):
+        run_job(tmp_path / "here", **copied)
+    assert read_metrics(tmp_path / "here")[-1]["step"] == 3
+    shutil.rmtree(tmp_path / "here")
+    run_job(tmp_path / "here", **copied)
+    assert [row["step"] for row in read_metrics(tmp_path / "here")] == [3, 4], "it went on behind step 2"
+    last = "global_step_4/actor"
+    one, two = tensors(tmp_path / "whole" / last), tensors(tmp_path / "here" / last)
+    assert [name for name in one if not one[name].equal(two[name])] == []

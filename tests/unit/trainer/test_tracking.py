@@ -202,6 +202,17 @@ def test_a_last_line_that_lost_only_its_end_is_kept(tmp_path):
     assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3]
 
 
+def test_lines_that_a_cut_file_has_lost_are_named(tmp_path, caplog):
+    first = JsonlTracker(info(tmp_path))
+    for step in range(1, 6):
+        first.log(step, {"reward": step})
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-30])  # through the line of step 4
+    JsonlTracker(info(tmp_path)).log(6, {})
+    assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3, 6]
+    assert "metrics.jsonl lacks the lines of 2 steps before step 6: 4, 5" in caplog.text
+
+
 @pytest.mark.parametrize("first_step", [0, 1])
 def test_a_new_run_in_a_used_folder_keeps_the_old_file_aside(tmp_path, first_step):
     JsonlTracker(info(tmp_path)).log(1, {"reward": 1})
