@@ -150,10 +150,17 @@ def _special_id(given: object) -> int | None:
 
 
 def _generation_config(folder: str) -> GenerationConfig:
-    """The model's generation config; an empty one where it has none, which is common and no fault."""
-    if Path(folder).is_dir() and not (Path(folder) / "generation_config.json").is_file():
+    """The model's generation config; an empty one where it has none, which is common and no fault.
+
+    Raises:
+        ConfigError: it has one that cannot be read: which tokens end a response would be guessed.
+    """
+    file = Path(folder) / "generation_config.json"
+    if Path(folder).is_dir() and not file.is_file():
         return GenerationConfig()
     try:
         return GenerationConfig.from_pretrained(folder)
-    except OSError:
-        return GenerationConfig()
+    except OSError as error:
+        if file.is_file():
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+        return GenerationConfig()  # a name on the hub

@@ -50,6 +50,7 @@ from hybridflow.trainer.run import Run
 from hybridflow.trainer.safe_rlhf import SafeRLHFTrainer
 from hybridflow.trainer.tracking import build_trackers
 from hybridflow.utils import logging as run_logging
+from hybridflow.utils.errors import MachineError
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +265,11 @@ def _weights(config: PPOConfig, groups: dict[str, WorkerGroup]) -> WeightsHandle
 
 
 def _write_config(config: PPOConfig, folder: Path) -> None:
-    (folder / "resolved_config.yaml").write_text(yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False))
+    text = yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False)
+    try:
+        (folder / "resolved_config.yaml").write_text(text)
+    except OSError as error:
+        raise MachineError(f"trainer.default_local_dir={folder} cannot be written to: {error}") from error
 
 
 def _plain(value: object) -> object:

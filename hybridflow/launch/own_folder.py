@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -26,14 +26,15 @@ def own_folder(folder: Path) -> Iterator[None]:
     """Inside, no other run has ``folder``, which is made. A file system without locks gives a warning.
 
     Raises:
-        MachineError: another run has it; says which.
+        MachineError: another run has it, says which; or it cannot be written to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise MachineError(f"trainer.default_local_dir={folder} cannot be written to: {error}") from error
+    with file:
         _lock(file, folder)
-        file.truncate(0)
-        file.write(f"node {socket.gethostname()}, pid {os.getpid()}\n")
-        file.flush()
         yield
 
 
@@ -48,3 +49,7 @@ def _lock(file: IO[str], folder: Path) -> None:
         ) from error
     except OSError as error:
         logger.warning("%s cannot be locked (%s): see that no other run writes to it", folder, error)
+    file.truncate(0)
+    with suppress(OSError):  # a full disk: the lock holds without the note of who has it
+        file.write(f"node {socket.gethostname()}, pid {os.getpid()}\n")
+        file.flush()

@@ -175,7 +175,7 @@ class LaneGroup:
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
         """See ``WorkerGroup.call``."""
-        if self._ended and not isinstance(self._broken, LostError):  # who called a dead one is told that it is dead
+        if self._ended and not isinstance(self._broken, (LostError, DeadlineError)):  # these say more
             raise StateError(f"group {self.name!r} was shut down: {role}.{method} cannot be called")
         if self._broken is not None:
             raise self._because(f"group {self.name!r} cannot go on after: {self._broken}") from self._broken

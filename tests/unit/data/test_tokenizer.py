@@ -87,6 +87,13 @@ def test_end_ids_are_those_of_tokenizer_and_generation_config(tmp_path):
     assert save(tmp_path / "c", adds_begin=False, generation={"eos_token_id": 7}).eos_ids == (1, 7)
 
 
+def test_a_damaged_generation_config_is_an_error_and_not_a_model_without_one(tmp_path):
+    save(tmp_path, adds_begin=False, generation={"eos_token_id": 7})
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ')
+    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_decoding_drops_special_ids_and_ids_beyond_the_vocabulary(tmp_path):
     tokenizer = save(tmp_path, adds_begin=False)
     four, two = VOCABULARY["4"], VOCABULARY["2"]

@@ -32,6 +32,12 @@ def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
         pass
 
 
+def test_a_folder_that_cannot_be_is_said_in_words(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match=r"default_local_dir=.*file/run cannot be written to: .*Not a directory"):
+        own_folder(tmp_path / "file" / "run").__enter__()
+
+
 def test_an_error_and_a_kill_free_the_folder(tmp_path):
     with pytest.raises(KeyboardInterrupt), own_folder(tmp_path):
         raise KeyboardInterrupt

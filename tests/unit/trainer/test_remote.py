@@ -26,7 +26,7 @@ def _write(folder: Path) -> None:
 def url(request, tmp_path):
     """A folder of each file system that is always there."""
     if request.param == "file":
-        return f"file://{tmp_path}/far"
+        return f"file://{tmp_path}/weit weg, größer #1/far"
     fsspec.filesystem("memory").store.clear()
     return "memory://bucket/far"
 
