@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class RemoteError(MachineError):
+    """The other file system refuses; checkpoints in the run's own folder are not concerned."""
+
+
 class RemoteFolder:
     """``trainer.checkpoint_copy``.
 
@@ -44,7 +48,7 @@ class RemoteFolder:
         """Copies the files of a complete checkpoint, ``last`` behind all others.
 
         Raises:
-            MachineError: the file system refuses.
+            RemoteError: the file system refuses.
         """
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         target = f"{self._root}/{folder.name}"
@@ -120,4 +124,4 @@ class RemoteFolder:
             self._files.invalidate_cache()
             return action()
         except Exception as error:  # every backend has errors of its own
-            raise MachineError(f"{self.url} cannot be used: {type(error).__name__}: {error}") from error
+            raise RemoteError(f"{self.url} cannot be used: {type(error).__name__}: {error}") from error

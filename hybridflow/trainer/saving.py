@@ -17,6 +17,7 @@ from hybridflow.batch.futures import gather
 from hybridflow.engines.train.random_state import random_state, read_random_state, set_random_state, write_random_state
 from hybridflow.roles.protocols import Checkpointed
 from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore
+from hybridflow.trainer.remote import RemoteError
 from hybridflow.utils.background import in_background
 from hybridflow.utils.errors import DeadlineError, MachineError, WorkerError
 
@@ -168,7 +169,7 @@ class Saver:
                 logger.info("checkpoint of step %d: %s", step, _reason(follower))
         self._store.abandon(step)
         self.failed += 1
-        if self._store.last_own == step:
+        if isinstance(error, RemoteError):
             text = f"the checkpoint of step {step} is complete below {self._store.root}, but its copy is not"
             advice = "Mend what trainer.checkpoint_copy names"
         else:
