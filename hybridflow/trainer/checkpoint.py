@@ -190,6 +190,8 @@ class CheckpointStore:
             if damage is None:
                 return Checkpoint(step, folder)
             logger.warning("checkpoint %s is skipped: %s", folder, damage)
+        if here or there:
+            logger.warning("no checkpoint below %s can be used: the run begins anew", self.root)
         return None
 
     def at(self, folder: Path) -> Checkpoint:

@@ -30,7 +30,7 @@ from hybridflow.trainer.saving import Saver
 from hybridflow.trainer.tracking import Tracker, clean_name
 from hybridflow.trainer.validate import validate
 from hybridflow.trainer.warnings import TOKEN_MEANS, Alarms
-from hybridflow.utils.errors import ConfigError
+from hybridflow.utils.errors import ConfigError, StateError
 from hybridflow.utils.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -280,7 +280,10 @@ class Run:
             return self._store.newest()
         if settings.resume_from_path is None:
             raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
-        return self._store.at(Path(settings.resume_from_path))
+        try:
+            return self._store.at(Path(settings.resume_from_path))
+        except StateError as error:
+            raise ConfigError(f"trainer.resume_from_path: {error}") from error
 
     def _save(self, step: int) -> None:
         state = {

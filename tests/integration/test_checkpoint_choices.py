@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from hybridflow.engines.train.shards import read_index
 from hybridflow.trainer.checkpoint import POINTER
 from hybridflow.trainer.run import Run
-from hybridflow.utils.errors import WorkerError
+from hybridflow.utils.errors import ConfigError, WorkerError
 from tests.invariants.test_resume import dying_after, lines, tensors
 from tests.jobs import read_metrics, run_job
 
@@ -46,6 +46,12 @@ def test_resume_path_goes_on_from_any_checkpoint_in_another_folder(tmp_path):
     run_job(tmp_path / "second", **RUN, **path)
     assert [row["step"] for row in read_metrics(tmp_path / "second")] == [3, 4]
     assert lines(tmp_path / "second") == lines(tmp_path / "first")[2:]
+
+
+def test_a_named_checkpoint_that_is_not_whole_is_refused_in_words(tmp_path):
+    path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "nothing")}
+    with pytest.raises(ConfigError, match=r"trainer\.resume_from_path: checkpoint .*nothing cannot be used: manifest"):
+        run_job(tmp_path / "run", **RUN, **path)
 
 
 def test_a_changed_key_is_named_when_the_run_goes_on(tmp_path, capfd):

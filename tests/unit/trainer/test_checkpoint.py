@@ -141,11 +141,12 @@ def test_what_interrupted_saves_left_behind_is_removed_by_the_next(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"files": 3}', '{"files": {}}', "nul"])
-def test_a_manifest_of_any_other_form_is_damage_not_a_crash(tmp_path, text):
+def test_a_manifest_of_any_other_form_is_damage_not_a_crash(tmp_path, text, caplog):
     store = _store(tmp_path, steps=(2,))
     (tmp_path / "global_step_2" / MANIFEST).write_text(text)
     assert MANIFEST in str(damage_of(tmp_path / "global_step_2"))
     assert store.newest() is None
+    assert f"no checkpoint below {tmp_path} can be used: the run begins anew" in caplog.text
 
 
 def test_a_checkpoint_may_be_loaded_from_a_folder_of_any_name(tmp_path):
