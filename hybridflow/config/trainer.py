@@ -105,8 +105,8 @@ class TrainerConfig(Section):
     """How often the run starts again by itself, from its last complete checkpoint, after a worker or node died or a
     deadline passed."""
     max_replica_restarts: NonNegativeInt = 3
-    """How often each replica of a generator that has a pool to itself is started again after it died or hung, its prompts
-    generated anew, while the run goes on; the next loss ends the run, or leads to one of its max_restarts."""
+    """How often each replica of a generator that has a pool to itself is started again after it died or hung, and its
+    prompts generated anew, while the run goes on; the next loss ends the run, or leads to one of its max_restarts."""
     restart_backoff_s: NonNegativeFloat = 5.0
     """Seconds before a restart; doubled (up to 300) for each that follows another without a new checkpoint."""
     max_actor_ckpt_to_keep: PositiveInt | None = None

@@ -172,7 +172,10 @@ class CheckpointStore:
         """
         here = self._steps()
         there = [] if self._remote is None else _numbers(self._remote.complete(last=MANIFEST))
-        return self._newest(here, there)
+        found = self._newest(here, there)
+        if found is None and (here or there):
+            logger.warning("no checkpoint below %s can be used: the run begins anew", self.root)
+        return found
 
     def _newest(self, here: Iterable[int], there: Iterable[int]) -> Checkpoint | None:
         here, there = set(here), set(there)
@@ -190,8 +193,6 @@ class CheckpointStore:
             if damage is None:
                 return Checkpoint(step, folder)
             logger.warning("checkpoint %s is skipped: %s", folder, damage)
-        if here or there:
-            logger.warning("no checkpoint below %s can be used: the run begins anew", self.root)
         return None
 
     def at(self, folder: Path) -> Checkpoint:
