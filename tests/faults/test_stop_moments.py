@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ RUN: dict[str, Any] = {
     "trainer.test_freq": 1,
     "trainer.val_before_train": True,
 }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run without a signal."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_job(folder, **RUN)
+    return folder
 
 
 def signalling(function: Callable[..., Any], number: signal.Signals, at: int | None) -> Callable[..., Any]:
@@ -51,7 +60,7 @@ def signalling(function: Callable[..., Any], number: signal.Signals, at: int | N
     ],
     ids=["start", "first validation", "validation", "last save"],
 )
-def test_a_signal_at_any_moment_loses_nothing(tmp_path, place, name, at, code, saved):
+def test_a_signal_at_any_moment_loses_nothing(tmp_path, whole, place, name, at, code, saved):
     number = signal.SIGINT if code == 130 else signal.SIGTERM
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     config = small_config(tmp_path / "again", **RUN)
@@ -62,5 +71,4 @@ def test_a_signal_at_any_moment_loses_nothing(tmp_path, place, name, at, code, s
     assert (None if newest is None else newest.step) == saved
     assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     run_job(tmp_path / "again", **RUN)
-    run_job(tmp_path / "whole", **RUN)
-    assert lines(tmp_path / "again") == lines(tmp_path / "whole")
+    assert lines(tmp_path / "again") == lines(whole)
