@@ -41,7 +41,8 @@ def wait_until(claim: Any, job: subprocess.Popen[str], seconds: float = 120.0) -
 
 def without_bytes(folder: Path) -> list[dict[str, Any]]:
     """Metrics without what depends on how payloads travel: the Ray job is compared with one of this process."""
-    return [{name: value for name, value in row.items() if name != "perf/driver_bytes"} for row in lines(folder)]
+    travel = ("perf/driver_bytes", "perf/fetched_bytes", "perf/over_fetch_bytes")
+    return [{name: value for name, value in row.items() if not name.startswith(travel)} for row in lines(folder)]
 
 
 def lines_written(folder: Path) -> int:
