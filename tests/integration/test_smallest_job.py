@@ -12,7 +12,7 @@ ROW = {"prompt": "1+1=", "data_source": "arithmetic", "reward_model": {"ground_t
 SMALLEST: dict[str, Any] = {
     "data.train_batch_size": 1,
     "data.max_response_length": 1,
-    "data.val_files": [],
+    "data.generated_val_size": 1,
     "algorithm.adv_estimator": "gae",
     "actor_rollout_ref.rollout.n": 1,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 1,
@@ -24,7 +24,7 @@ SMALLEST: dict[str, Any] = {
 
 
 def test_one_prompt_one_sample_one_token_and_one_step_make_a_run_that_goes_on(tmp_path, capfd):
-    """No validation set, and a cadence of saves beyond the end: the last step is saved all the same."""
+    """And one held-out prompt; the cadence of saves is beyond the end: the last step is saved all the same."""
     folder = tmp_path / "größer als 100% & #1 (neu)"
     (tmp_path / "one row.jsonl").write_text(json.dumps(ROW) + "\n")
     options = SMALLEST | {"data.train_files": [str(tmp_path / "one row.jsonl")]}
