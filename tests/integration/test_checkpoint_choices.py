@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +79,20 @@ def test_the_last_every_mth_and_the_best_stay(tmp_path, overlap):
 
 
 def test_a_save_in_the_background_is_complete_before_the_next_step_ends(tmp_path, monkeypatch):
-    """Or the next save would wait for its digests."""
+    """Or the next save would wait for its digests. Steps are slowed down: on a busy machine these end too soon."""
     complete: list[bool] = []
-    after = Run.after
+    after, took = Run.after, Run.took
 
     def looking(run: Run, step: int) -> None:
         complete.append((tmp_path / f"global_step_{step - 1}").exists())
         after(run, step)
 
+    def unhurried(run: Run, name: str, seconds: float) -> None:
+        time.sleep(0.1)
+        took(run, name, seconds)
+
     monkeypatch.setattr(Run, "after", looking)
+    monkeypatch.setattr(Run, "took", unhurried)
     run_job(tmp_path, **RUN | {f"{CONTENTS}async_save": True})
     assert complete[1:] == [True] * 3
 
