@@ -8,7 +8,7 @@ from typing import Any
 from hybridflow.trainer.checkpoint import CheckpointStore
 from tests.jobs import read_metrics, run_job
 
-ROW = {"prompt": "1+1=", "data_source": "arithmetic", "reward_model": {"ground_truth": "2"}}
+ROW = {"prompt": "1+1=", "data_source": "hybridflow/arithmetic", "reward_model": {"ground_truth": "2"}}
 SMALLEST: dict[str, Any] = {
     "data.train_batch_size": 1,
     "data.max_response_length": 1,
