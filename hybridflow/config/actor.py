@@ -12,6 +12,7 @@ from hybridflow.config.choices import (
     KL_TYPES,
     LOAD_FORMATS,
     LOSS_AGG_MODES,
+    PIPELINE_SCHEDULES,
     POLICY_LOSSES,
     ROLLOUT_ENGINES,
     ROLLOUT_MODES,
@@ -110,6 +111,9 @@ class ActorConfig(Section):
     """Tensor-parallel ranks of a replica."""
     pipeline_parallel_size: PositiveInt = 1
     """Pipeline stages of a replica."""
+    pipeline_schedule: Annotated[str, OneOf(PIPELINE_SCHEDULES)] = "1f1b"
+    """Order of an update's micro-batches over the stages: ours (1f1b) takes them at their own lengths, torch's pad all to
+    the longest and are not tried again with smaller ones where memory ends."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Ulysses sequence-parallel ranks of a replica."""
     zero_stage: Annotated[int, Within(low=0, high=3)] | None = None

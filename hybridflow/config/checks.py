@@ -54,6 +54,7 @@ def across(config: PPOConfig) -> Iterator[Problem]:
     yield from _pools(config)
     yield from _batch_sizes(config)
     yield from _layouts(config)
+    yield from _pipeline_schedules(config)
     yield from _lengths(config)
     yield from _schedule(config)
     yield from _not_yet(config)
@@ -348,6 +349,16 @@ def _training_layout(
     if stage == 0 and fsdp_size > 1:
         text, reads = f"shards, and {at}.zero_stage=0 does not", (f"{at}.zero_stage",)
         yield Problem(key=key, given=show(fsdp_size), text=text, fix="Keep one of the two.", reads=reads)
+
+
+def _pipeline_schedules(config: PPOConfig) -> Iterator[Problem]:
+    trained = [(ACTOR, config.actor_rollout_ref.actor), *([("critic", config.critic)] if config.needs_critic else [])]
+    for at, section in trained:
+        given, stages = section.pipeline_schedule, f"{at}.pipeline_parallel_size"
+        if given != "1f1b" and section.pipeline_parallel_size == 1:
+            text = f"orders micro-batches over pipeline stages, and {stages}=1 makes a single one"
+            fix = f"Set {stages}=2, or remove the key."
+            yield Problem(key=f"{at}.pipeline_schedule", given=given, text=text, fix=fix, reads=(stages,))
 
 
 def _lengths(config: PPOConfig) -> Iterator[Problem]:

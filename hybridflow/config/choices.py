@@ -77,6 +77,8 @@ LOAD_FORMATS = ("dummy", "auto", "safetensors", "hf", "dummy_dtensor", "dummy_hf
 VERIFY_MODES = ("first", "always")
 IN_FLIGHT = ("recompute", "keep", "abort")
 GRADIENT_SYNC_ORDERS = ("pipeline_first",)
+PIPELINE_SCHEDULES = ("1f1b", "torch_1f1b", "torch_gpipe")
+"""Ours, which takes micro-batches of any length, and torch's."""
 SAVED_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 LOADED_CONTENTS = ("model", "optimizer", "extra")
 IS_LEVELS = ("token", "sequence")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from hybridflow.config.choices import GRADIENT_SYNC_ORDERS, LOSS_AGG_MODES, TRAIN_STRATEGIES
+from hybridflow.config.choices import GRADIENT_SYNC_ORDERS, LOSS_AGG_MODES, PIPELINE_SCHEDULES, TRAIN_STRATEGIES
 from hybridflow.config.constraints import NonNegativeFloat, OneOf, PositiveInt, Section, Within
 from hybridflow.config.model import CheckpointContentsConfig, FSDPConfig, ModelConfig, OptimConfig
 
@@ -58,6 +58,8 @@ class CriticConfig(Section):
     """Tensor-parallel ranks."""
     pipeline_parallel_size: PositiveInt = 1
     """Pipeline stages."""
+    pipeline_schedule: Annotated[str, OneOf(PIPELINE_SCHEDULES)] = "1f1b"
+    """See the actor's."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Ulysses ranks."""
     zero_stage: Annotated[int, Within(low=0, high=3)] | None = None

@@ -15,10 +15,8 @@ POLICY = "actor_rollout_ref"
 PROFILE = "use profiler.steps=[1,2] (and profiler.roles, ranks, contents): torch.profiler records those steps"
 ENGINE = "use the native engine: *.strategy=fsdp2 with tensor_, pipeline_ and ulysses_sequence_parallel_size"
 TEXT_ONLY = "models and prompts are text only; remove the key"
-SCHEDULE = (
-    "use 1f1b, which takes micro-batches of any length: torch's schedules fix one length at the first step, so packed "
-    "rows would be padded to it (docs/design/0012-one-pipeline-schedule.md)"
-)
+ONE_BLOCK = "use 1: a rank holds one block of layers (docs/design/0012-pipeline-schedules.md)"
+FORWARDS = "remove the key: forward passes run micro-batch by micro-batch, at any length"
 MULTI_TURN = "use single-turn prompts; tools and several turns are not part of this version"
 JUDGE = (
     "use reward.reward_model.micro_batch_size_per_gpu: a reward model runs on the training engine; "
@@ -80,7 +78,8 @@ def _policy() -> Iterator[Rule]:
             yield renamed(f"{at}.{name}", f"{at}.fsdp_config.{name}")
         yield renamed(f"{at}.fsdp_config.ulysses_sequence_parallel_size", f"{at}.ulysses_sequence_parallel_size")
         yield refused(f"{at}.fsdp_config.wrap_policy.**", "every decoder layer is one FSDP unit; remove the key")
-        yield from _pipeline(at)
+        yield taken(f"{at}.virtual_pipeline_parallel_size", ONE_BLOCK, (1,))
+    yield taken(f"{POLICY}.ref.pipeline_schedule", FORWARDS, ("1f1b",))
     actor = f"{POLICY}.actor"
     yield refused(f"{actor}.ppo_micro_batch_size", f"use {actor}.ppo_micro_batch_size_per_gpu (sequences per device)")
     yield taken(f"{actor}.calculate_sum_pi_squared", "it follows from algorithm.adv_estimator", None)
@@ -90,11 +89,6 @@ def _policy() -> Iterator[Rule]:
     yield renamed(f"{actor}.optim.warmup_style", f"{actor}.optim.lr_scheduler_type")
     yield taken(f"{actor}.optim.total_training_steps", "use trainer.total_training_steps", (-1,))
     yield taken(f"{actor}.router_replay.mode", "use models without experts; remove the key", ("disabled",))
-
-
-def _pipeline(role: str) -> Iterator[Rule]:
-    yield taken(f"{role}.pipeline_schedule", SCHEDULE, ("1f1b", "1F1B"))
-    yield taken(f"{role}.virtual_pipeline_parallel_size", SCHEDULE, (1,))
 
 
 def _rollout() -> Iterator[Rule]:
@@ -130,7 +124,7 @@ def _critic() -> Iterator[Rule]:
     yield refused("critic.forward_micro_batch_size", "use critic.forward_micro_batch_size_per_gpu")
     yield renamed("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu")
     yield renamed("critic.checkpoint.contents", "critic.checkpoint.save_contents")
-    yield from _pipeline("critic")
+    yield taken("critic.virtual_pipeline_parallel_size", ONE_BLOCK, (1,))
     yield renamed("critic.optim.warmup_style", "critic.optim.lr_scheduler_type")
     yield taken("critic.optim.total_training_steps", "use trainer.total_training_steps", (-1,))
 

@@ -107,6 +107,8 @@ class _Trained:
         moved = {"parameters": sharding.param_offload, "optimizer": sharding.optimizer_offload}
         self._moves = frozenset(what for what, moves in moved.items() if host and moves)
         self._reshards = sharding.reshard_after_forward
+        sections = {"actor": config.actor_rollout_ref.actor, "critic": config.critic, "cost_critic": config.critic}
+        self._schedule = sections[role.role].pipeline_schedule if role.role in sections else "1f1b"
         self._entropy = role.role == "actor" and config.actor_rollout_ref.actor.entropy_coeff != 0
         self._master = _BYTES[sharding.model_dtype]
         self._compute = _BYTES[sharding.mixed_precision.param_dtype]
@@ -165,8 +167,9 @@ class _Trained:
         layers, model = max(1, self._model.layers // self._role.dims.pp), self._model
         kv = model.kv_heads * model.head_dim // self._role.dims.tp
         of_layer = tokens * self._kept_of_layer() + copied * 2 * kv * self._compute
-        kept = tokens * model.hidden * self._compute * layers + of_layer if self._checkpointing else layers * of_layer
-        kept = 0 if self._parks_activations else kept
+        inputs = tokens * model.hidden * self._compute
+        kept = layers * (inputs if self._checkpointing else of_layer) * self._in_flight(call)
+        kept = 0 if self._parks_activations else kept + (of_layer if self._checkpointing else 0)
         kept += (3 * tokens + 2 * read) * model.hidden * self._compute
         several = self._largest(call)[0] < call.rows_per_coordinate
         # Summed in float32 where logits are computed again block by block.
@@ -181,6 +184,11 @@ class _Trained:
         unreduced = self._unreduced(several) if self._fsdp else 0
         at_end = {"activations": of_layer, "embedding gradient": added, "gradients": own + unreduced}
         return gathered | max(at_head, at_end, key=lambda parts: sum(parts.values()))
+
+    def _in_flight(self, call: MicroPlan) -> int:
+        """Micro-batches of which the first stage holds activations at once."""
+        count = -(-call.rows_per_coordinate // self._largest(call)[0])
+        return count if self._schedule == "torch_gpipe" else min(count, self._role.dims.pp)
 
     def _kept_of_layer(self) -> int:
         """Bytes per token that autograd keeps of one layer."""

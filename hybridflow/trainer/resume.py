@@ -52,6 +52,7 @@ ROUNDING = (
     "*.reshard_after_forward",
     "*.forward_prefetch",
     "*_parallel_size",
+    "*.pipeline_schedule",
     "*.enable_gradient_checkpointing",
     "*.use_prefix_grouper",
     "*.use_liger",

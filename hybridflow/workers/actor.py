@@ -146,6 +146,7 @@ class ActorWorker(TrainedWorker):
             vocab_limit=vocab_limit,
             compile_layers=actor.use_torch_compile,
             share_prompts=self._config.shares_prompts("actor"),
+            pipeline_schedule=actor.pipeline_schedule,
             shard_order=layout.rank_order,
             row_parallel_shard_dim1=layout.row_parallel_shard_dim1,
         )

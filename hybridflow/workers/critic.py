@@ -61,6 +61,7 @@ class CriticWorker(TrainedWorker):
             total_steps=self._schedule.units(total_steps, config.data.train_batch_size * group_size),
             seed=config.trainer.seed,
             share_prompts=config.shares_prompts("critic"),
+            pipeline_schedule=critic.pipeline_schedule,
         )
         self._config = config
         self._loss = CriticLoss(critic, max_response_length=config.response_length)

@@ -21,11 +21,14 @@ from hybridflow.trainer.run import Run
 from tests.jobs import SMALL, run_job
 
 ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+TRAINED = ("actor_rollout_ref.actor", "critic")
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
     "dp2": {},
     "tp2": {"tensor_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2},
+    "pp2 torch_1f1b": {"pipeline_parallel_size": 2},
+    "pp2 torch_gpipe": {"pipeline_parallel_size": 2},
     "sp2": {"ulysses_sequence_parallel_size": 2},
 }
 JOBS: dict[str, dict[str, Any]] = {
@@ -35,8 +38,10 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def options(layout: str) -> dict[str, Any]:
-    """Degrees of every training role, and the ranks."""
-    degrees = {f"{role}.{name}": size for role in ROLES for name, size in LAYOUTS[layout].items()}
+    """Degrees of every training role, its pipeline schedule, and the ranks."""
+    degrees: dict[str, Any] = {f"{role}.{name}": size for role in ROLES for name, size in LAYOUTS[layout].items()}
+    schedule = layout.partition(" ")[2] or "1f1b"
+    degrees |= {f"{role}.pipeline_schedule": schedule for role in TRAINED}
     return {**degrees, "trainer.n_gpus_per_node": 1 if layout == "one" else 2, "trainer.threads_per_worker": 1}
 
 

@@ -76,7 +76,7 @@ def test_ppo_on_two_ranks_has_the_metrics_of_one_and_every_role_says_what_it_cos
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "sp2"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "pp2 torch_1f1b", "pp2 torch_gpipe", "sp2"])
 def test_metrics_are_those_of_one_process(layout, one, tmp_path):
     found = _run(layout, tmp_path)
     for job, steps in one.items():

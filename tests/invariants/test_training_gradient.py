@@ -28,6 +28,7 @@ TP2, DP2_TP2, SP2_TP2 = ParallelDims(tp=2), ParallelDims(dp_shard=2, tp=2), Para
 PP2, PP2_DP2 = ParallelDims(pp=2), ParallelDims(pp=2, dp_shard=2)
 PP2_TP2, PP2_SP2 = ParallelDims(pp=2, tp=2), ParallelDims(pp=2, sp=2)
 CHECKPOINTED = {"enable_gradient_checkpointing": True}
+TORCH_1F1B, GPIPE = {"pipeline_schedule": "torch_1f1b"}, {"pipeline_schedule": "torch_gpipe"}
 
 CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "qwen2 tied, one process, one micro-batch": ("qwen2", True, {"micro": ALL}),
@@ -97,6 +98,22 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "qwen2 untied, pp 2 x sp 2, one micro-batch": ("qwen2", False, {"dims": PP2_SP2, "micro": ALL}),
     "qwen3 tied, pp 2 x dp 2 x tp 2": ("qwen3", True, {"dims": ParallelDims(pp=2, dp_shard=2, tp=2)}),
     "qwen2 tied, sp 2 x tp 2": ("qwen2", True, {"dims": SP2_TP2}),
+    "qwen2 tied, pp 2, torch's 1F1B": ("qwen2", True, {"dims": PP2, "engine": TORCH_1F1B}),
+    "llama untied critic, pp 2, torch's GPipe, checkpointed, row by row": (
+        "llama",
+        False,
+        {"dims": PP2, "head": "value", "model": CHECKPOINTED, "micro": ONE_BY_ONE, "engine": GPIPE},
+    ),
+    "qwen3 tied, pp 2 x dp 2, torch's GPipe, a rank without tokens": (
+        "qwen3",
+        True,
+        {"dims": PP2_DP2, "rows": 4, "engine": GPIPE},
+    ),
+    "qwen2 untied, pp 2 x sp 2, torch's 1F1B, fewer micro-batches than stages asked for": (
+        "qwen2",
+        False,
+        {"dims": PP2_SP2, "micro": ALL, "engine": TORCH_1F1B},
+    ),
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -24,7 +24,11 @@ from hybridflow.models.load import dtype_of, empty_causal_lm, fill, materialise,
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils import optional
 
+if TYPE_CHECKING:
+    from hybridflow.engines.train.torch_schedule import TorchSchedule
+
 LORA = "hybridflow.models.lora"
+TORCH_SCHEDULE = "hybridflow.engines.train.torch_schedule:TorchSchedule"
 EMBEDDING = "model.embed_tokens.weight"
 """The parameter that may be tied to the output layer."""
 
@@ -51,6 +55,8 @@ class Assembled:
     reshards: bool
     """Whether units give their weights back after the forward pass."""
     pipeline: Pipeline | None
+    torch_schedule: TorchSchedule | None
+    """What runs updates in place of ``pipeline``, where it was asked for."""
 
 
 def assemble(
@@ -66,6 +72,7 @@ def assemble(
     vocab_limit: int | None,
     row_parallel_shard_dim1: bool,
     compile_layers: bool,
+    pipeline_schedule: str,
 ) -> Assembled:
     """One rank's part of the model, filled with the folder's weights. Collective.
 
@@ -101,6 +108,9 @@ def assemble(
         net.reset_head()
     _fill_adapters(parameters, adapter_shapes, config, seed)
     dtype = dtype_of(sharding.mixed_precision.param_dtype)
+    torch_schedule = None
+    if where.pp is not None and trains and pipeline_schedule != "1f1b":
+        torch_schedule = optional.load(TORCH_SCHEDULE)(pipeline_schedule, model, where.pp, dtype, device)
     return Assembled(
         model=model,
         parameters=parameters,
@@ -113,6 +123,7 @@ def assemble(
         meter=meter,
         reshards=reshards,
         pipeline=None if where.pp is None else Pipeline(model, dims, where.pp, dtype, device),
+        torch_schedule=torch_schedule,
     )
 
 

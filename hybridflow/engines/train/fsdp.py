@@ -52,6 +52,7 @@ class FSDPEngine:
         vocab_limit: ids from here on are never sampled: probability 0 in log-probs and entropy; None: there are none.
         compile_layers: whether torch.compile compiles the layers (GPU).
         share_prompts: whether rows of equal prompts in a micro-batch are encoded behind one copy of it.
+        pipeline_schedule: how an update's micro-batches are ordered over pipeline stages, where there are several.
 
     Raises:
         ConfigError: for what this engine does not support.
@@ -75,6 +76,7 @@ class FSDPEngine:
         vocab_limit: int | None = None,
         compile_layers: bool = False,
         share_prompts: bool = False,
+        pipeline_schedule: str = "1f1b",
     ) -> None:
         refuse_unsupported(dims, model, sharding, device=device, compiles=compile_layers)
         self.dims = dims
@@ -99,6 +101,7 @@ class FSDPEngine:
             vocab_limit=vocab_limit,
             row_parallel_shard_dim1=row_parallel_shard_dim1,
             compile_layers=compile_layers,
+            pipeline_schedule=pipeline_schedule,
         )
         self._model, self._parameters = built.model, built.parameters
         self._shapes, self._adapter_shapes = built.shapes, built.adapter_shapes

@@ -3,7 +3,7 @@
     rows -> micro-batches (equally many on every rank) -> packed rows -> model -> outputs, or loss and its gradient
 
 A pass ends when every rank has played all of its micro-batches; where one ran out of memory, all cut smaller ones and
-play again (shortage.py). What becomes of the gradients is the engine's business.
+play again (shortage.py; not under torch's pipeline schedules). What becomes of the gradients is the engine's business.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Passes:
         self._built = built
         self._model = built.model
         self._pipeline = built.pipeline
+        self._torch_schedule = built.torch_schedule
         self._dims = dims
         self._device = device
         self._reduced_over = reduced_over
@@ -103,7 +104,8 @@ class Passes:
             packs = self._train_all(attempt, rows, loss, sums, temperature=temperature, micro=micro, counts=counts)
             shortage = attempt.agree()
             if shortage is None:
-                self._built.meter.count(packs, self._model.token_multiple, trains=True)
+                fixed = None if self._torch_schedule is None else self._torch_schedule.tokens(packs)
+                self._built.meter.count(packs, fixed or self._model.token_multiple, trains=True)
                 return sums, void
             self._optimizer.zero_grad(set_to_none=True)
             self.reshard()
@@ -173,12 +175,16 @@ class Passes:
         counts: Counts,
     ) -> list[Packed]:
         """Forward and backward of every micro-batch, as far as the memory reaches; metrics go into ``sums``."""
-        parts, blocks, packs = self._cut(rows, micro)
+        least = 1 if self._torch_schedule is None else self._torch_schedule.least
+        parts, blocks, packs = self._cut(rows, micro, at_least=least)
 
         def loss_of(number: int, read: Mapping[str, Tensor]) -> Tensor:
             outputs = {name: packs[number].unpack(value) for name, value in read.items()}
             return self._scaled_loss(blocks[number], outputs, loss, counts, sums)
 
+        if self._torch_schedule is not None:
+            self._torch_schedule.train(packs, loss.needs, temperature, loss_of, self._reduce_with_backward)
+            return packs
         if self._pipeline is not None:
             train = partial(self._pipeline.train, packs, loss.needs, temperature)
             attempt.run(
@@ -204,10 +210,14 @@ class Passes:
             )
         return packs
 
-    def _cut(self, rows: Batch, micro: MicroBatching) -> tuple[list[list[int]], list[Batch], list[Packed]]:
+    def _cut(
+        self, rows: Batch, micro: MicroBatching, *, at_least: int = 1
+    ) -> tuple[list[list[int]], list[Batch], list[Packed]]:
         """Micro-batches, equally many on every rank: their row positions, rows on the device, packed rows."""
         groups = prompt_groups(rows) if self._share_prompts else None
-        parts = reduction.cut_rounds(rows, micro, dims=self._dims, device=self._device, groups=groups)
+        parts = reduction.cut_rounds(
+            rows, micro, dims=self._dims, device=self._device, groups=groups, at_least=at_least
+        )
         blocks = [rows.rows(part).to(self._device) for part in parts]
         packs = [
             pack(block, None if groups is None else [groups[row] for row in part])

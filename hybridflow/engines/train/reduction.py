@@ -22,9 +22,15 @@ Part = tuple[float, float, str]
 
 
 def cut_rounds(
-    rows: Batch, micro: MicroBatching, *, dims: ParallelDims, device: str, groups: Sequence[int] | None = None
+    rows: Batch,
+    micro: MicroBatching,
+    *,
+    dims: ParallelDims,
+    device: str,
+    groups: Sequence[int] | None = None,
+    at_least: int = 1,
 ) -> list[list[int]]:
-    """Row positions of every micro-batch; the same number on all ranks, at least 1, some may be empty. Collective.
+    """Row positions of every micro-batch; as many on all ranks, ``at_least`` so many, some may be empty. Collective.
 
     Args:
         rows: this rank's.
@@ -38,7 +44,7 @@ def cut_rounds(
         raise ConfigError(f"micro-batches are cut by a token budget or by a row count: give one of both, got {micro}")
     units = _units(rows, micro, groups)
     own = _cut(units, micro, at_least=1)
-    rounds = max(1, int(reduce_max(len(own), dims, device)))
+    rounds = max(at_least, int(reduce_max(len(own), dims, device)))
     even = _cut(units, micro, at_least=rounds)
     parts = even if len(even) <= rounds else own
     return parts + [[] for _ in range(rounds - len(parts))]

@@ -17,6 +17,7 @@ from hybridflow.engines.rollout.registry import ROLLOUT_ENGINES
 from hybridflow.engines.train.parallelize import refuse_unsupported
 from hybridflow.engines.train.registry import TRAIN_ENGINES
 from hybridflow.engines.train.tensor_parallel import FAMILIES
+from hybridflow.engines.train.torch_schedule import SCHEDULES
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.trainer.tracking import TRACKERS
 from hybridflow.utils.errors import ConfigError
@@ -32,6 +33,7 @@ from tests.unit.config.trees import tree
         (choices.LOSS_AGG_MODES, AGGREGATIONS),
         (choices.KL_CONTROLLERS, KL_CONTROLLERS),
         (choices.TRAIN_STRATEGIES, TRAIN_ENGINES),
+        (choices.PIPELINE_SCHEDULES, ["1f1b", *SCHEDULES]),
         (choices.ROLLOUT_ENGINES, ROLLOUT_ENGINES),
         (choices.TRACKERS, TRACKERS),
     ],

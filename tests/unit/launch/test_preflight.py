@@ -281,6 +281,17 @@ def test_activations_that_wait_in_host_memory_leave_one_layer():
     assert line_of(plan(offload), "actor") == line_of(plan(), "actor")
 
 
+def test_a_stage_keeps_activations_of_as_many_micro_batches_as_its_schedule_has_in_flight():
+    """Two of eight on the first of two stages in 1F1B, all eight in GPipe."""
+    at = f"{POLICY}.actor"
+    cut = ("trainer.n_gpus_per_node=2", f"{at}.pipeline_parallel_size=2", f"{at}.ppo_micro_batch_size_per_gpu=64")
+    ours, torch_s, gpipe = (
+        line_of(plan(*cut, f"{at}.pipeline_schedule={name}"), "actor").phases["update_actor"]["activations"]
+        for name in ("1f1b", "torch_1f1b", "torch_gpipe")
+    )
+    assert ours == torch_s and 2 * ours < gpipe < 4 * ours
+
+
 def test_a_shared_prompt_takes_its_activations_once():
     """Prompt 60, response 20, four samples, 320 tokens: four rows of 80, or two groups of 60 + 4 x 20."""
     sizes = ("data.max_prompt_length=60", "data.max_response_length=20", f"{POLICY}.rollout.n=4")
