@@ -112,8 +112,8 @@ class ActorConfig(Section):
     pipeline_parallel_size: PositiveInt = 1
     """Pipeline stages of a replica."""
     pipeline_schedule: Annotated[str, OneOf(PIPELINE_SCHEDULES)] = "1f1b"
-    """Order of an update's micro-batches over the stages: ours (1f1b) takes them at their own lengths, torch's pad all to
-    the longest and are not tried again with smaller ones where memory ends."""
+    """Order of an update's micro-batches over the stages: ours (1f1b) takes them at their own lengths, torch's pad all
+    to the longest and are not tried again with smaller ones where memory ends."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Ulysses sequence-parallel ranks of a replica."""
     zero_stage: Annotated[int, Within(low=0, high=3)] | None = None

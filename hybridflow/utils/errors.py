@@ -56,7 +56,8 @@ class NotFiniteError(HybridFlowError, FloatingPointError):
 
 class DeviceMemoryError(HybridFlowError, MemoryError):
     """A device has too little memory for a single row, or for a pass that cannot be cut smaller; names phase, tokens,
-    biggest consumers and settings."""
+    biggest consumers and settings.
+    """
 
 
 class DataError(HybridFlowError, ValueError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -18,17 +18,14 @@ from hybridflow.engines.train.mesh import Meshes
 from hybridflow.engines.train.offload import offload_activations
 from hybridflow.engines.train.parallelize import parallelize, reshards_after_forward
 from hybridflow.engines.train.pipeline import Pipeline
+from hybridflow.engines.train.torch_schedule import TorchSchedule
 from hybridflow.engines.train.work import WorkMeter, architecture
 from hybridflow.models.heads import Head, PackedModel, ValueModel, adapter_name, hf_name
 from hybridflow.models.load import dtype_of, empty_causal_lm, fill, materialise, tied_names
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils import optional
 
-if TYPE_CHECKING:
-    from hybridflow.engines.train.torch_schedule import TorchSchedule
-
 LORA = "hybridflow.models.lora"
-TORCH_SCHEDULE = "hybridflow.engines.train.torch_schedule:TorchSchedule"
 EMBEDDING = "model.embed_tokens.weight"
 """The parameter that may be tied to the output layer."""
 
@@ -110,7 +107,7 @@ def assemble(
     dtype = dtype_of(sharding.mixed_precision.param_dtype)
     torch_schedule = None
     if where.pp is not None and trains and pipeline_schedule != "1f1b":
-        torch_schedule = optional.load(TORCH_SCHEDULE)(pipeline_schedule, model, where.pp, dtype, device)
+        torch_schedule = TorchSchedule(pipeline_schedule, model, where.pp, dtype, device)
     return Assembled(
         model=model,
         parameters=parameters,
