@@ -28,9 +28,7 @@ def read_prompts(config: PPOConfig, tokenizer: Tokenizer) -> tuple[PromptDataset
     except TimeoutError as error:
         if reading.done():  # a time-out of the reading itself
             raise
-        stacks = Path(config.trainer.default_local_dir) / "stacks" / "stacks_driver.txt"
-        stacks.parent.mkdir(parents=True, exist_ok=True)
-        stacks.write_text(dump_stacks())
+        stacks = _leave_stacks(Path(config.trainer.default_local_dir) / "stacks" / "stacks_driver.txt")
         for encoder in {*multiprocessing.active_children()} - before:
             encoder.kill()
         files = ", ".join((*config.data.train_files, *config.data.val_files))
@@ -38,3 +36,14 @@ def read_prompts(config: PPOConfig, tokenizer: Tokenizer) -> tuple[PromptDataset
             f"the driver had not read and encoded its prompts after {deadline_s:g} s (trainer.timeouts.data_s): "
             f"{files}. Its thread 'data' waits for the disk, an encoder or data.custom_cls; its stack: {stacks}"
         ) from error
+
+
+def _leave_stacks(path: Path) -> str:
+    """Where the driver's stacks are now: a file, or, where the disk refuses it, the answer itself."""
+    found = dump_stacks()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found)
+    except OSError:
+        return f"\n{found}"
+    return str(path)

@@ -377,11 +377,19 @@ class LaneGroup:
             place = self._lanes.place(rank)
             if place is not None and place.node == node_name() and (stack := health.stacks_by_signal(place.pid)):
                 stacks[rank] = stack
-        if self._settings.stack_folder is not None:
-            self._settings.stack_folder.mkdir(parents=True, exist_ok=True)
-            for rank, stack in stacks.items():
-                (self._settings.stack_folder / f"stacks_{self.name}_rank{rank}.txt").write_text(stack)
+        for rank, stack in stacks.items():
+            self._leave_stacks(f"stacks_{self.name}_rank{rank}.txt", stack)
         return stacks
+
+    def _leave_stacks(self, name: str, stacks: str) -> None:
+        folder = self._settings.stack_folder
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(stacks)
+        except OSError as error:  # what they are to explain must be said all the same
+            log.warning("stacks cannot be written to %s: %s", folder, error)
 
     def _everyones_stacks(self) -> tuple[dict[int, str], str]:
         """Stacks of this group's ranks; those of the other groups and of the driver are written beside them."""
@@ -390,7 +398,7 @@ class LaneGroup:
             return stacks, ""
         for other in health.others(self):
             other.keep_stacks()
-        (self._settings.stack_folder / "stacks_driver.txt").write_text(dump_stacks())
+        self._leave_stacks("stacks_driver.txt", dump_stacks())
         return stacks, f"\nstacks of every worker and of the driver: {self._settings.stack_folder}"
 
     def _report_stall(self, call: Submission, seconds: float) -> None:

@@ -30,7 +30,7 @@ from hybridflow.trainer.saving import Saver
 from hybridflow.trainer.tracking import Tracker, clean_name
 from hybridflow.trainer.validate import validate
 from hybridflow.trainer.warnings import TOKEN_MEANS, Alarms
-from hybridflow.utils.errors import ConfigError, StateError
+from hybridflow.utils.errors import ConfigError, MachineError, StateError
 from hybridflow.utils.timing import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -175,8 +175,8 @@ class Run:
         """Adds what the finished batch says about itself; writes its samples where asked."""
         self.record(batch_metrics(batch))
         if self.config.trainer.rollout_data_dir is not None:
-            folder = Path(self.config.trainer.rollout_data_dir)
-            _write_lines(folder / f"step_{int(self._metrics['training/global_step'])}.jsonl", _rollout_rows(batch))
+            step = int(self._metrics["training/global_step"])
+            self._write_samples("rollout_data_dir", self.config.trainer.rollout_data_dir, step, _rollout_rows(batch))
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -308,8 +308,18 @@ class Run:
         self.last_validation = found.metrics
         self.first_validation = self.first_validation or found.metrics
         if self.config.trainer.validation_data_dir is not None:
-            _write_lines(Path(self.config.trainer.validation_data_dir) / f"step_{step}.jsonl", found.samples)
+            self._write_samples("validation_data_dir", self.config.trainer.validation_data_dir, step, found.samples)
         self._tracker.log_samples(step, found.samples[: self.config.trainer.log_val_generations])
+
+    def _write_samples(self, key: str, folder: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes the samples of a step; what a disk that refuses leads to is that of a checkpoint."""
+        try:
+            _write_lines(Path(folder) / f"step_{step}.jsonl", rows)
+        except OSError as error:
+            text = f"the samples of step {step} could not be written to trainer.{key}={folder}: {error}"
+            if self.config.trainer.save_failure != "warn":
+                raise MachineError(f"{text}. trainer.save_failure=warn goes on without them") from error
+            logger.error("%s. Training goes on (trainer.save_failure=warn)", text)
 
     def _log(self, step: int) -> None:
         seconds = self._watch.seconds["step"]

@@ -226,6 +226,20 @@ def test_a_checkpoint_whose_disk_does_not_come_back_ends_the_run(tmp_path, stuck
         run_job(tmp_path, **options)
 
 
+def test_a_deadline_is_told_though_the_disk_takes_no_stacks(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    group = LocalGroup(
+        2, SPECS, GroupSettings(deadlines={"doze": 0.5}, stack_folder=tmp_path / "file" / "stacks"), preload=()
+    )
+    try:
+        group.wait_ready()
+        with pytest.raises(DeadlineError, match="doze passed its deadline of 0.5 s"):
+            group.call("echo", "doze", seconds=60.0).wait()
+        assert "stacks cannot be written to" in caplog.text
+    finally:
+        group.shutdown()
+
+
 def test_a_stopped_rank_passes_its_deadline_though_it_reads_nothing_of_a_large_call(monkeypatch):
     """What is sent fills its pipe: the driver must not stand in the write."""
     monkeypatch.setattr(lanes, "STACKS_TIMEOUT_S", 0.3)
