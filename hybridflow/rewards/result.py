@@ -57,7 +57,7 @@ def _number(value: Any) -> float:
     try:
         score = float(value)
     except OverflowError:  # an integer or a fraction beyond what a float holds
-        score = math.inf if value > 0 else -math.inf
+        score = -math.inf if value < 0 else math.inf
     if not math.isfinite(score):
         raise ValueError(f"the score {score} is not finite")
     return score
