@@ -101,7 +101,26 @@ class Only:
         return f"Remove the key or set it to {show(self.value)}."
 
 
-Constraint = Within | OneOf | Only
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder that every node sees as a path; ``elsewhere`` says which key takes a URL."""
+
+    elsewhere: str = ""
+
+    def accepts(self, value: Any) -> bool:
+        """Whether ``value`` is allowed."""
+        return not is_url(value)
+
+    def allowed(self) -> str:
+        """What is allowed, in words."""
+        return "a folder, no URL"
+
+    def fix(self, value: Any) -> str:
+        """Where a URL belongs."""
+        return f"Give a folder that all nodes see{self.elsewhere}."
+
+
+Constraint = Within | OneOf | Only | Folder
 
 PositiveInt = Annotated[int, Within(low=1)]
 NonNegativeInt = Annotated[int, Within(low=0)]
@@ -121,6 +140,11 @@ def is_dotted(value: Any) -> bool:
         and all(part.isidentifier() for part in value.replace(":", ".").split("."))
         and (":" in value or "." in value)
     )
+
+
+def is_url(value: Any) -> bool:
+    """Whether ``value`` names a place of an fsspec file system (``s3://...``) rather than a path."""
+    return isinstance(value, str) and "://" in value
 
 
 class Section:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from hybridflow.config.choices import CONTROLLERS, DEVICES, POOL_ROLES, RESUME_MODES, SAVE_FAILURES, TRACKERS
 from hybridflow.config.constraints import (
     CountOrAll,
+    Folder,
     NonNegativeFloat,
     NonNegativeInt,
     OneOf,
@@ -16,6 +18,7 @@ from hybridflow.config.constraints import (
     PositiveInt,
     Section,
     check_fields,
+    is_url,
 )
 from hybridflow.config.problems import Problem, show
 
@@ -58,7 +61,9 @@ class TrainerConfig(Section):
     """Project of the trackers."""
     experiment_name: str = "grpo_arithmetic"
     """Run of the trackers."""
-    default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
+    default_local_dir: Annotated[str, Folder("; trainer.checkpoint_copy=URL gets a copy of every checkpoint")] = (
+        "outputs/${trainer.project_name}/${trainer.experiment_name}"
+    )
     """Folder of all outputs; the two names in it are filled in."""
     logger: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ("console", "jsonl")
     """Trackers."""
@@ -100,7 +105,7 @@ class TrainerConfig(Section):
     resume_mode: Annotated[str, OneOf(RESUME_MODES)] = "auto"
     """auto, disable or resume_path."""
     resume_from_path: str | None = None
-    """resume_path: a ``global_step_N`` folder."""
+    """resume_path: a ``global_step_N`` folder, or the URL of one of any fsspec file system, which is fetched first."""
     max_restarts: NonNegativeInt = 0
     """How often the run starts again by itself, from its last complete checkpoint, after a worker or node died or a
     deadline passed."""
@@ -125,9 +130,9 @@ class TrainerConfig(Section):
     """What a checkpoint that the disk refuses leads to: stop, or warn and train on (``checkpoint/failed_saves``)."""
     log_val_generations: NonNegativeInt = 0
     """Validation samples handed to the trackers."""
-    rollout_data_dir: str | None = None
+    rollout_data_dir: Annotated[str, Folder()] | None = None
     """Folder of ``step_N.jsonl`` with every training sample; None: not written."""
-    validation_data_dir: str | None = None
+    validation_data_dir: Annotated[str, Folder()] | None = None
     """The same for validation samples."""
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
     """Deadlines."""
@@ -143,6 +148,10 @@ class TrainerConfig(Section):
         for name in ("project_name", "experiment_name"):
             folder = folder.replace(f"${{trainer.{name}}}", getattr(self, name))
         object.__setattr__(self, "default_local_dir", folder)
+        for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir", "resume_from_path"):
+            path = getattr(self, name)
+            if path is not None and not is_url(path):
+                object.__setattr__(self, name, str(Path(path).expanduser()))
 
     def _faults(self) -> Iterator[Problem]:
         if self.resume_mode == "resume_path" and self.resume_from_path is None:

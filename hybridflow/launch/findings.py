@@ -17,7 +17,7 @@ from packaging.version import Version
 from hybridflow.config.actor import ActorConfig, RefConfig
 from hybridflow.config.checks import is_generated
 from hybridflow.config.choices import PARALLEL_FAMILIES
-from hybridflow.config.constraints import is_dotted
+from hybridflow.config.constraints import is_dotted, is_url
 from hybridflow.config.critic import CriticConfig
 from hybridflow.config.data import BUILTIN_TASK, CustomClassConfig
 from hybridflow.config.problems import did_you_mean, nearest
@@ -26,6 +26,8 @@ from hybridflow.launch.data_findings import check_data
 from hybridflow.launch.hf_model import ModelFacts, find_folder, looks_like_hub_name, read_model
 from hybridflow.launch.machine import Machine, inspect_machine
 from hybridflow.launch.plan import Finding, RunPlan
+from hybridflow.trainer.checkpoint import MANIFEST
+from hybridflow.trainer.remote import RemoteFolder
 from hybridflow.utils.errors import MachineError
 
 MODEL_KEY = "actor_rollout_ref.model.path"
@@ -314,7 +316,7 @@ def _top_level_names(tree: ast.Module) -> list[str]:
 def _files(config: PPOConfig) -> Iterator[Finding]:
     trainer = config.trainer
     if trainer.resume_from_path is not None:
-        yield from _exists("trainer.resume_from_path", trainer.resume_from_path)
+        yield from _checkpoint("trainer.resume_from_path", trainer.resume_from_path)
     for source in config.algorithm.ptx_files:
         yield from _exists("algorithm.ptx_files", source)
     for key, folder in (
@@ -324,6 +326,21 @@ def _files(config: PPOConfig) -> Iterator[Finding]:
     ):
         if folder is not None:
             yield _writable(key, Path(folder).expanduser())
+
+
+def _checkpoint(key: str, path: str) -> Iterator[Finding]:
+    if not is_url(path):
+        yield from _exists(key, path)
+        return
+    above, _, name = path.rstrip("/").rpartition("/")
+    try:
+        held = RemoteFolder(above, key=key).complete(last=MANIFEST)
+    except MachineError as error:
+        yield Finding(level="error", what=key, text=str(error), fix="Check the URL and its credentials.")
+        return
+    if name not in held:
+        fix = did_you_mean(name, list(held)) or f"Complete checkpoints there: {', '.join(sorted(held)) or 'none'}."
+        yield Finding(level="error", what=key, text=f"{path} holds no complete checkpoint", fix=fix)
 
 
 def _exists(key: str, path: str) -> Iterator[Finding]:

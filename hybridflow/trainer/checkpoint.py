@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.constraints import is_url
 from hybridflow.trainer.remote import RemoteFolder
 from hybridflow.utils.errors import StateError
 
@@ -30,7 +31,7 @@ _PREFIX = "global_step_"
 _PARTIAL = ".partial"
 _PRUNED = ".pruned"
 _REPLACED = ".replaced-"
-_CHUNK = 1 << 20
+_FETCHED = ".fetched"
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,11 @@ class CheckpointStore:
         return self.complete(step, state)
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the files of ``step``; what interrupted saves and removals left behind is removed."""
+        """An empty folder for the files of ``step``; what interrupted saves, removals and ``at`` left is removed."""
         self.root.mkdir(parents=True, exist_ok=True)
-        for rest in (*self.root.glob(f"{_PREFIX}*{_PARTIAL}"), *self.root.glob(f"{_PREFIX}*{_PRUNED}")):
-            shutil.rmtree(rest)
+        for ending in (_PARTIAL, _PRUNED, _FETCHED):
+            for rest in self.root.glob(f"{_PREFIX}*{ending}"):
+                shutil.rmtree(rest)
         partial = self._partial(step)
         partial.mkdir()
         return partial
@@ -195,16 +197,26 @@ class CheckpointStore:
             logger.warning("checkpoint %s is skipped: %s", folder, damage)
         return None
 
-    def at(self, folder: Path) -> Checkpoint:
-        """The checkpoint in ``folder``.
+    def at(self, where: str) -> Checkpoint:
+        """The checkpoint in the folder ``where``; from a URL it is fetched first, and stays until the first save.
 
         Raises:
+            MachineError: when the file system of the URL refuses.
             StateError: when it is not a complete checkpoint; says why.
         """
+        folder = self._fetch(where) if is_url(where) else Path(where)
         damage = damage_of(folder)
         if damage is not None:
-            raise StateError(f"checkpoint {folder} cannot be used: {damage}")
+            raise StateError(f"checkpoint {where} cannot be used: {damage}")
         return Checkpoint(int(_manifest(folder)["step"]), folder)
+
+    def _fetch(self, url: str) -> Path:
+        above, _, name = url.rstrip("/").rpartition("/")
+        folder = self.root / f"{_PREFIX}{name.removeprefix(_PREFIX)}{_FETCHED}"
+        shutil.rmtree(folder, ignore_errors=True)
+        logger.info("fetching %s", url)
+        RemoteFolder(above, key="trainer.resume_from_path").pull(name, folder)
+        return folder
 
     def _folder(self, step: int) -> Path:
         return self.root / f"{_PREFIX}{step}"
@@ -288,7 +300,7 @@ def damage_of(folder: Path) -> str | None:
     try:
         manifest = _manifest(folder)
         int(manifest["step"])
-        files = {name: (entry["bytes"], entry["blake2b"]) for name, entry in dict(manifest["files"]).items()}
+        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in dict(manifest["files"]).items()}
     except (ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} is damaged: {error!r}"
     except OSError as error:
@@ -313,15 +325,12 @@ def _describe(folder: Path) -> dict[str, dict[str, Any]]:
     for path in files:
         with path.open("rb") as opened:
             os.fsync(opened.fileno())
-    return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "blake2b": _digest(path)} for path in files}
+    return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files}
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as opened:
-        while chunk := opened.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _write_synced(path: Path, text: str) -> None:

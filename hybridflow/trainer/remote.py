@@ -28,21 +28,22 @@ class RemoteError(MachineError):
 
 
 class RemoteFolder:
-    """``trainer.checkpoint_copy``.
+    """A folder of checkpoints on any file system.
 
     Args:
         url: as fsspec takes it; created at the first copy.
+        key: the option that names it, for errors.
 
     Raises:
         ConfigError: no such protocol, or its package is not installed.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, key: str = "trainer.checkpoint_copy") -> None:
         self.url = url
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"trainer.checkpoint_copy={url}: {error}") from error
+            raise ConfigError(f"{key}={url}: {error}") from error
 
     def push(self, folder: Path, *, last: str) -> None:
         """Copies the files of a complete checkpoint, ``last`` behind all others.
@@ -71,7 +72,10 @@ class RemoteFolder:
         source = f"{self._root}/{name}"
 
         def fetch() -> None:
-            for path in self._files.find(source):
+            found = self._files.find(source)
+            if not found:
+                raise FileNotFoundError(f"there is no {source}")
+            for path in found:
                 target = partial / os.path.relpath(path, source)
                 if not target.resolve().is_relative_to(partial.resolve()):
                     raise OSError(f"{path} would be written outside {partial}")

@@ -281,7 +281,7 @@ class Run:
         if settings.resume_from_path is None:
             raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
         try:
-            return self._store.at(Path(settings.resume_from_path))
+            return self._store.at(settings.resume_from_path)
         except StateError as error:
             raise ConfigError(f"trainer.resume_from_path: {error}") from error
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
@@ -46,6 +47,14 @@ def test_resume_path_goes_on_from_any_checkpoint_in_another_folder(tmp_path):
     path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": f"{tmp_path / 'first'}/global_step_2"}
     run_job(tmp_path / "second", **RUN, **path)
     assert [row["step"] for row in read_metrics(tmp_path / "second")] == [3, 4]
+    assert lines(tmp_path / "second") == lines(tmp_path / "first")[2:]
+
+
+def test_resume_path_takes_a_url(tmp_path):
+    fsspec.filesystem("memory").store.clear()
+    run_job(tmp_path / "first", **RUN, **{"trainer.checkpoint_copy": "memory://first"})
+    path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "memory://first/global_step_2"}
+    run_job(tmp_path / "second", **RUN, **path)
     assert lines(tmp_path / "second") == lines(tmp_path / "first")[2:]
 
 

@@ -132,6 +132,13 @@ BAD = [
     ([f"{ACTOR}.optim.lr_warmup_steps=32"], f"{ACTOR}.optim.lr_warmup_steps=32", "Use less than 32"),
     (["data.generated_size=10"], "data.generated_size=10", "Set data.generated_size=64"),
     (["trainer.resume_mode=resume_path"], "trainer.resume_mode=resume_path", "trainer.resume_from_path"),
+    (["trainer.default_local_dir=s3://runs/1"], "trainer.default_local_dir=s3://runs/1", "trainer.checkpoint_copy"),
+    (["trainer.rollout_data_dir=s3://runs/1"], "trainer.rollout_data_dir=s3://runs/1", "Give a folder"),
+    (
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=memory://runs/global_step_2"],
+        "trainer.resume_from_path",
+        "memory://runs/global_step_2 holds no complete checkpoint",
+    ),
     (["trainer.save_freq=0"], "trainer.save_freq=0", "-1, or at least 1"),
     (["trainer.controller=local", "trainer.nnodes=2"], "trainer.nnodes=2", "trainer.controller=ray"),
     (["data.train_files=nowhere/x.parquet"], "data.train_files", "nowhere/x.parquet does not exist"),
@@ -150,6 +157,11 @@ def test_bad_input_is_refused_with_key_limits_and_advice(overrides, key, words):
         judge(*overrides)
     assert key in str(caught.value)
     assert words in str(caught.value)
+
+
+def test_a_home_folder_is_one():
+    config = load_config(tree("trainer.default_local_dir=~/runs/1"))
+    assert config.trainer.default_local_dir == str(Path.home() / "runs" / "1")
 
 
 def test_the_embedded_default_is_sound():

@@ -74,7 +74,7 @@ def test_a_named_folder_that_is_not_complete_is_refused_with_the_reason(tmp_path
     store = _store(tmp_path, steps=(2,))
     (tmp_path / "global_step_2" / STATE).unlink()
     with pytest.raises(StateError, match=f"{STATE} is missing"):
-        store.at(tmp_path / "global_step_2")
+        store.at(str(tmp_path / "global_step_2"))
 
 
 def _steps(root: Path) -> list[int]:
@@ -152,7 +152,7 @@ def test_a_manifest_of_any_other_form_is_damage_not_a_crash(tmp_path, text, capl
 def test_a_checkpoint_may_be_loaded_from_a_folder_of_any_name(tmp_path):
     store = _store(tmp_path, steps=(2,))
     (tmp_path / "global_step_2").rename(tmp_path / "the good one")
-    assert store.at(tmp_path / "the good one").step == 2
+    assert store.at(str(tmp_path / "the good one")).step == 2
 
 
 UNREADABLE = "/proc/self/mem"

@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from hybridflow.trainer.checkpoint import MANIFEST, STATE, CheckpointStore, Retention, damage_of
 from hybridflow.trainer.remote import RemoteFolder
-from hybridflow.utils.errors import ConfigError, MachineError
+from hybridflow.utils.errors import ConfigError, MachineError, StateError
 from tests.invariants.test_resume import dying_after, tensors
 from tests.jobs import read_metrics, run_job
 
@@ -49,6 +49,28 @@ def test_a_run_on_an_empty_disk_fetches_the_newest(tmp_path, url):
     newest = CheckpointStore(tmp_path / "here", remote=RemoteFolder(url)).newest()
     assert newest is not None and newest.step == 4 and newest.state() == {"step": 4}
     assert damage_of(newest.folder) is None
+
+
+def test_a_checkpoint_is_taken_from_a_url_and_its_copy_goes_with_the_first_save(tmp_path, url):
+    _store(tmp_path / "there", url, (2, 4))
+    store = CheckpointStore(tmp_path / "here")
+    found = store.at(f"{url}/global_step_2/")
+    assert found.step == 2 and found.state() == {"step": 2} and damage_of(found.folder) is None
+    assert store.newest() is None, "what was fetched is no checkpoint of this run"
+    store.go_on_from(2)
+    store.save(3, _write, {"step": 3})
+    assert [path.name for path in (tmp_path / "here").glob("global_step_*")] == ["global_step_3"]
+
+
+def test_a_url_without_a_complete_checkpoint_is_refused(tmp_path, url):
+    _store(tmp_path / "there", url, (2,))
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.rm(f"{root}/global_step_2/{MANIFEST}")
+    store = CheckpointStore(tmp_path / "here")
+    with pytest.raises(StateError, match=r"global_step_2 cannot be used: manifest\.json is missing"):
+        store.at(f"{url}/global_step_2")
+    with pytest.raises(MachineError, match="there is no .*global_step_9"):
+        store.at(f"{url}/global_step_9")
 
 
 def test_what_is_here_is_not_fetched(tmp_path, url):
