@@ -6,10 +6,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from hybridflow.cli.combinations import combinations_page
+from hybridflow.cli.front import config_folder
 from hybridflow.config.key_rules import RULES
-from hybridflow.config.keys import answer
+from hybridflow.config.keys import answer, flatten
 from hybridflow.config.load import nearest_key
+from hybridflow.config.problems import show
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.tree import leaf_names, leaves
 from hybridflow.config.unread import is_unread
@@ -87,7 +91,8 @@ def configuration_page() -> str:
         MADE_BY,
         "# Configuration\n",
         "Every key of `python -m hybridflow.main_ppo`, from the dataclasses in `hybridflow/config`. Set them as",
-        "`key=value`; `python -m hybridflow.main_ppo --cfg job` shows what a command line composes to.\n",
+        "`key=value`; `python -m hybridflow.main_ppo --cfg job` shows what a command line composes to. Over these",
+        f"defaults `configs/ppo_trainer.yaml` sets, for the default job, {_set_in_yaml()}.\n",
     ]
     section = ""
     for leaf in leaves(PPOConfig):
@@ -99,6 +104,13 @@ def configuration_page() -> str:
         unread = " *(no effect yet)*" if is_unread(leaf.key) else ""
         lines.append(f"| `{leaf.key}` | {_cell(kind)} | `{leaf.default}` | {_cell(leaf.doc)}{unread} |")
     return "\n".join(lines) + "\n"
+
+
+def _set_in_yaml() -> str:
+    """What main_ppo's YAML sets, as ``key=value``."""
+    tree = yaml.safe_load((config_folder() / "ppo_trainer.yaml").read_text())
+    own = {section: tree[section] for section in tree if section not in ("defaults", "hydra")}
+    return ", ".join(f"`{'.'.join(path)}={show(value)}`" for path, value in flatten(own))
 
 
 def metrics_page() -> str:

@@ -15,18 +15,20 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 
-from hybridflow.config.problems import MAX_SHOWN, InvalidConfigError
+from hybridflow.config.problems import MAX_SHOWN, InvalidConfigError, Problem, did_you_mean, raise_if_any
 from hybridflow.config.tree import defaults_tree
 from hybridflow.utils.errors import ConfigError, DataError, DeadlineError, LostError, MachineError
 
@@ -51,6 +53,8 @@ _ASSIGNMENT = re.compile(r"^(?P<plus>\+{0,2})(?P<key>[A-Za-z_][\w.\-]*)=")
 _VALUED_FLAGS = frozenset(
     {"--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c"}
 )
+_HYDRA_FLAGS = _VALUED_FLAGS | {"--resolve", "--info", "-i", "--hydra-help", "--version", "--shell-completion", "-sc"}
+_OFFERED_FLAGS = ("--dry-run", "--strict", "--cfg", "--resolve", "--config-dir", "--config-name", "--help")
 
 
 def compose_and_run(
@@ -68,8 +72,8 @@ def compose_and_run(
     if not {"--help", "-h"}.isdisjoint(arguments):
         print(HELP)
         return OK
-    if not {"--multirun", "-m"}.isdisjoint(arguments):
-        return guarded(_refuse_sweep)
+    if guarded(lambda: _judge(arguments)) != OK:
+        return BAD_CONFIG
     ConfigStore.instance().store(name=DEFAULTS_NODE, node=defaults_tree(kind))
     outcome: list[int] = []
 
@@ -88,8 +92,66 @@ def compose_and_run(
     return outcome[-1] if outcome else OK  # no outcome: Hydra only showed something (--cfg, --help)
 
 
-def _refuse_sweep() -> int:
-    raise ConfigError("--multirun: sweeps are not supported. Start one run per value from a shell loop")
+def _judge(arguments: Sequence[str]) -> int:
+    """OK when every argument is an option or can be read as KEY=VALUE.
+
+    Raises:
+        ConfigError: for all that cannot, in our words: Hydra names one, with its own spelling and no way out.
+    """
+    parser = OverridesParser.create()
+    problems: list[Problem] = []
+    after_flag = False
+    for argument in arguments:
+        if not after_flag:
+            problems += _option(argument) if argument.startswith("-") else _assignment(argument, parser)
+        after_flag = argument in _VALUED_FLAGS
+    raise_if_any(problems)
+    return OK
+
+
+def _option(argument: str) -> Iterator[Problem]:
+    """What is wrong with an argument that begins with a dash."""
+    name = argument.partition("=")[0]
+    if name in ("--multirun", "-m"):
+        yield Problem(key=name, text="sweeps are not supported", fix="Start one run per value from a shell loop.")
+    elif name not in _HYDRA_FLAGS and argument not in FLAGS:
+        key = argument.lstrip("-")
+        plain = f"Settings have no dashes: {key if '=' in key else f'{key}=VALUE'}."
+        looks_like_key = "=" in key or "." in key or "_" in key
+        fix = plain if looks_like_key else did_you_mean(name, _OFFERED_FLAGS) or "--help shows the options."
+        yield Problem(key=argument, text="no such option", fix=fix)
+
+
+def _assignment(argument: str, parser: OverridesParser) -> Iterator[Problem]:
+    """What is wrong with an argument that should be KEY=VALUE (or ~KEY)."""
+    match = _ASSIGNMENT.match(argument)
+    if argument.startswith(("~", "hydra.")):
+        return  # Hydra's own business
+    if match is None:
+        fix = "Write KEY=VALUE, without blanks around the sign; --help shows the options."
+        yield Problem(key=argument, text="is neither KEY=VALUE nor an option", fix=fix)
+        return
+    key, value = match["key"], argument[match.end() :]
+    if not all(key.split(".")):
+        yield Problem(key=key, text="no such key: a part between two dots is empty", fix="Write section.key=VALUE.")
+        return
+    quoted = "TEXT" if {"'", '"'} & set(value) else value
+    fix = f"""Write a list as '{key}=[a,b]', and a text with such signs in quotes of its own: '{key}="{quoted}"'."""
+    try:
+        several = parser.parse_override(f"++{key}={_in_quotes(value)}").is_sweep_override()
+    except HydraException:
+        pairs = all(value.count(left) == value.count(right) for left, right in ("[]", "{}", "()"))
+        why = "it has a sign that needs quotes" if pairs else "a bracket has no partner"
+        yield Problem(key=key, given=value, text=f"the value cannot be read: {why}", fix=fix)
+        return
+    if several:
+        fix = f"""A list stands in brackets: '{key}=[{value}]'; a text with commas in quotes: '{key}="{quoted}"'."""
+        yield Problem(key=key, given=value, text="several values without brackets", fix=fix)
+
+
+def _in_quotes(value: str) -> str:
+    """``value``, in quotes where it is a path in the home folder: Hydra knows no ``~`` in a bare word."""
+    return f'"{value}"' if value.startswith("~/") and '"' not in value else value
 
 
 def guarded(task: Callable[[], int]) -> int:
@@ -133,10 +195,11 @@ def to_tree(config: DictConfig) -> dict[str, Any]:
     try:
         tree = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "configuration"
-        raise ConfigError(
-            f"{key}: {str(error).splitlines()[0]}. Write ${{key.of.the.tree}} or the value itself."
-        ) from error
+        key, said = getattr(error, "full_key", None) or "configuration", str(error).splitlines()[0].rstrip(".")
+        missing = re.match(r"Interpolation key '(\w+)' not found", said)
+        fix = f"An environment variable is ${{oc.env:{missing[1]}}}." if missing and missing[1].isupper() else ""
+        fix = fix or "Write ${key.of.the.tree} or the value itself."
+        raise ConfigError(f"{key}: {said}. {fix}") from error
     if not isinstance(tree, dict):
         raise ConfigError("the composed configuration is no mapping")
     return {str(key): value for key, value in tree.items()}
@@ -157,7 +220,7 @@ def rewrite(arguments: Sequence[str]) -> list[str]:
         elif match["key"] in groups:
             found.append(argument[len(match["plus"]) :])
         else:
-            found.append("++" + argument[len(match["plus"]) :])
+            found.append(f"++{match['key']}={_in_quotes(argument[match.end() :])}")
         after_flag = argument in _VALUED_FLAGS
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
 from hybridflow.config.constraints import hints, is_union
@@ -200,8 +201,9 @@ def _float(value: Any) -> Any:
 
 
 def _str(value: Any) -> Any:
+    """A text; ``~/`` at its beginning is the home folder, which the shell does not expand behind ``a.b=``."""
     if isinstance(value, str):
-        return value
+        return str(Path(value).expanduser()) if value.startswith("~/") else value or _BAD
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _BAD
 
 
@@ -216,6 +218,8 @@ def _is_exactly(hint: Any, value: Any) -> bool:
 
 
 def _type_advice(hint: Any, value: Any) -> str:
+    if value == "":
+        return "It is empty: a variable of the shell may not be set. Write null for 'not set', where the key allows it."
     if isinstance(value, str) and value.lower() in ("none", "null"):
         return "Write null for 'not set', where the key allows it."
     if hint is int and isinstance(value, float):

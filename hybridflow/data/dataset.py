@@ -161,7 +161,13 @@ def _with_progress(blocks: Iterator[list[list[int]]], total: int, what: str) -> 
 
 
 def _encode_block(tokenizer: Tokenizer, template: dict[str, Any], rows: Sequence[PromptRow]) -> list[list[int]]:
-    return tokenizer.encode_text([tokenizer.render(row.prompt, **template) for row in rows])
+    texts = []
+    for row in rows:
+        try:
+            texts.append(tokenizer.render(row.prompt, **template))
+        except DataError as error:
+            raise DataError(f"{row.where}: {error}") from error
+    return tokenizer.encode_text(texts)
 
 
 def _encode_elsewhere(source: str, trust: bool, template: dict[str, Any], rows: Sequence[PromptRow]) -> list[list[int]]:

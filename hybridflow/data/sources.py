@@ -100,18 +100,22 @@ def is_generated(source: str) -> bool:
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Rows of a file with one json object a line; empty lines are skipped."""
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _json(line, f"{path} line {number}")
+                where = f"{path} line {number}"
+                yield _json(_text(line, where), where)
 
 
 def read_json(path: Path) -> Iterator[dict[str, Any]]:
     """Rows of a file that is one json list of objects (or, as some files are, one object a line)."""
-    text = path.read_text(encoding="utf-8")
-    if not text.lstrip().startswith("["):
+    text = _text(path.read_bytes(), str(path))
+    if text.lstrip().startswith("["):
+        return iter(_json(text, str(path)))
+    try:
+        return iter([json.loads(text)])
+    except json.JSONDecodeError:  # more than one object, or none
         return read_jsonl(path)
-    return iter(_json(text, str(path)))
 
 
 def prompt_key(prompt: str | Sequence[Mapping[str, Any]]) -> str:
@@ -206,10 +210,26 @@ def _prompt(value: Any, where: str) -> str | tuple[Mapping[str, Any], ...]:
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
         for i, message in enumerate(value):
             if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise DataError(f"{where}, message {i}: an object with role and content is expected, got {message!r}")
+                raise DataError(
+                    f"{where}, message {i}: an object with role and content is expected, got {_short(message)}"
+                )
+            _judge_message(message, f"{where}, message {i}")
         # Parquet fills keys that only some messages have with None, which templates would print.
         return tuple({key: item for key, item in message.items() if item is not None} for message in value)
     raise DataError(f"{where}: a text or a chat list of {{role, content}} is expected, got {_short(value)}")
+
+
+def _judge_message(message: Mapping[str, Any], where: str) -> None:
+    """Roles and contents that chat templates have no place for."""
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str) or not role:
+        raise DataError(f"{where}: role is a text, got {_short(role)}")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        kinds = {part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content}
+        if kinds != {"text"}:
+            raise DataError(f"{where}: models and prompts are text only, content has {', '.join(map(str, kinds))}")
+    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise DataError(f"{where}: content is a text, got {_short(content)}")
 
 
 def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
@@ -240,6 +260,13 @@ def _warn_of_empty_truths(rows: Sequence[PromptRow]) -> None:
             len(empty),
             empty[0],
         )
+
+
+def _text(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not utf-8 text: {error.reason} at byte {error.start}") from error
 
 
 def _json(text: str, where: str) -> Any:

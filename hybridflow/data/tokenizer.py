@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hybridflow.data.builtin import model_folder
@@ -53,7 +54,7 @@ class Tokenizer:
         """The text of a prompt: plain text as it is, a chat through its template with the turn of the assistant opened.
 
         Raises:
-            DataError: when a chat meets a tokenizer without a chat template.
+            DataError: when a chat meets a tokenizer without a chat template, or the template refuses it.
         """
         if isinstance(prompt, str):
             return prompt
@@ -63,7 +64,13 @@ class Tokenizer:
                 "use a prompt column of plain text, or a model with a template"
             )
         messages = [dict(message) for message in prompt]
-        text = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
+        try:
+            text = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
+        except (TemplateError, TypeError) as error:  # what templates raise: by name, or for a None that they add up
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise DataError(
+                f"the chat template of {self.source} refuses a prompt with the roles {roles}: {error}"
+            ) from error
         assert isinstance(text, str)
         return text
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shlex
+import shutil
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -60,9 +62,9 @@ TRAINERS: dict[str, type[PPOTrainer]] = {"remax": ReMaxTrainer}
 """Estimators whose dataflow differs from PPO's."""
 
 TRY_NEXT = (
-    "python -m hybridflow.report {folder}  # curves as a picture",
-    "python -m hybridflow.main_ppo preset=ppo  # PPO with a critic",
-    "python -m hybridflow.main_ppo trainer.n_gpus_per_node=2  # two ranks",
+    "{python} -m hybridflow.report {folder}  # curves as a picture",
+    "{python} -m hybridflow.main_ppo preset=ppo  # PPO with a critic",
+    "{python} -m hybridflow.main_ppo trainer.n_gpus_per_node=2  # two ranks",
 )
 
 
@@ -264,6 +266,14 @@ def _weights(config: PPOConfig, groups: dict[str, WorkerGroup]) -> WeightsHandle
     return handle
 
 
+def python_command() -> str:
+    """``python`` where that starts this interpreter (an activated environment), else this interpreter's path."""
+    own = Path(sys.executable)
+    if shutil.which("python") == str(own):
+        return "python"
+    return str(own.relative_to(Path.cwd())) if own.is_relative_to(Path.cwd()) else str(own)
+
+
 def _write_config(config: PPOConfig, folder: Path) -> None:
     text = yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False)
     try:
@@ -281,6 +291,6 @@ def _plain(value: object) -> object:
 
 
 def _print_end(console: Console, record: Run, folder: Path) -> None:
-    try_next = [command.format(folder=shlex.quote(str(folder))) for command in TRY_NEXT]
+    try_next = [command.format(python=python_command(), folder=shlex.quote(str(folder))) for command in TRY_NEXT]
     for line in final_lines(record.first_validation, record.last_validation, folder=folder, try_next=try_next):
         console.print(line, markup=False)

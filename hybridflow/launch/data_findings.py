@@ -9,10 +9,12 @@ from typing import Any
 
 from hybridflow.config.checks import is_generated
 from hybridflow.config.data import BUILTIN_TASK
-from hybridflow.config.problems import nearest
 from hybridflow.config.root import PPOConfig
+from hybridflow.data.builtin import SHIPPED_MODEL
 from hybridflow.data.sources import READERS, PromptRow, read_sources
 from hybridflow.launch.hf_model import find_folder
+from hybridflow.launch.model_files import has_chat_template
+from hybridflow.launch.paths import similar
 from hybridflow.launch.plan import Finding
 from hybridflow.rewards.registry import find_scorer
 from hybridflow.utils.errors import ConfigError, DataError
@@ -20,6 +22,8 @@ from hybridflow.utils.optional import load
 
 JUDGED_ROWS = 1000
 """Rows of a file that are looked at."""
+ROLES = ("system", "user", "assistant", "tool", "developer")
+"""Roles of messages that chat templates know."""
 
 
 def check_data(config: PPOConfig) -> Iterator[Finding]:
@@ -62,14 +66,9 @@ def _generated(config: PPOConfig, source: str, key: str, held_out: bool) -> Find
 def _read(config: PPOConfig, source: str, key: str, held_out: bool) -> tuple[Finding, list[PromptRow]]:
     file = Path(source).expanduser()
     if not file.is_file():
-        near = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
-        close = nearest(file.name, near)
-        fix = (
-            f"Did you mean {file.parent / close}?"
-            if close
-            else "Give a file, builtin:arithmetic or reasoning_gym:TASK."
-        )
-        return Finding(level="error", what=key, text=f"{source} does not exist", fix=fix), []
+        text = f"{source} is a folder" if file.is_dir() else f"{source} does not exist"
+        fix = f"{similar(source)} A file, builtin:arithmetic or reasoning_gym:TASK is expected."
+        return Finding(level="error", what=key, text=text, fix=fix), []
     if file.suffix not in READERS:
         fix = f"Use a file that ends in {', '.join(READERS)}."
         return Finding(level="error", what=key, text=f"{source} has an ending that no reader knows", fix=fix), []
@@ -80,7 +79,8 @@ def _read(config: PPOConfig, source: str, key: str, held_out: bool) -> tuple[Fin
         limit = _judged(config)
         rows = read_sources((source,), config.data, seed=0, held_out=held_out, limit=limit)
     except (DataError, OSError, ValueError) as error:
-        fix = "data.prompt_key and data.reward_fn_key name the columns."
+        named = "column" in str(error)
+        fix = "data.prompt_key and data.reward_fn_key name the columns." if named else "Correct the file."
         return Finding(level="error", what=key, text=str(error).rstrip("."), fix=fix), []
     if not rows:
         return Finding(level="error", what=key, text=f"{source} has no row", fix="Give a file with prompts."), []
@@ -91,6 +91,7 @@ def _read(config: PPOConfig, source: str, key: str, held_out: bool) -> tuple[Fin
 def _judge(config: PPOConfig, key: str, rows: Sequence[PromptRow], *, whole: bool, held_out: bool) -> Iterator[Finding]:
     data = config.data
     yield from _scorers(config, key, rows)
+    yield from _chats(config, key, rows)
     length = _least_length(config)
     survivors = len(rows)
     if length is not None:
@@ -139,6 +140,25 @@ def _scorers(config: PPOConfig, key: str, rows: Sequence[PromptRow]) -> Iterator
         except ConfigError as error:
             fix = "Set reward.custom_reward_function.path."
             yield Finding(level="error", what="reward.custom_reward_function.path", text=f"{key}: {error}", fix=fix)
+
+
+def _chats(config: PPOConfig, key: str, rows: Sequence[PromptRow]) -> Iterator[Finding]:
+    """What a chat template would stumble over."""
+    chats = [row for row in rows if not isinstance(row.prompt, str)]
+    if not chats:
+        return
+    model = config.actor_rollout_ref.model
+    path = model.tokenizer_path or model.path
+    folder = SHIPPED_MODEL if path == BUILTIN_TASK else find_folder(path)
+    if folder is not None and not has_chat_template(folder):
+        text = f"{chats[0].where} is a chat, and the tokenizer of {path} has no chat template"
+        fix = "Use a prompt column of plain text, or an instruct model."
+        yield Finding(level="error", what=key, text=text, fix=fix)
+    odd = next(((row, message) for row in chats for message in row.prompt if message["role"] not in ROLES), None)
+    if odd is not None:
+        text = f"{odd[0].where} has a message of the role {odd[1]['role']!r}, which few chat templates know"
+        fix = f"Roles are {', '.join(ROLES)}."
+        yield Finding(level="warning", what=key, text=text, fix=fix)
 
 
 def _text(row: PromptRow) -> str:

@@ -5,7 +5,6 @@ Nothing heavy is imported and no user code runs: files are parsed, packages are 
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -17,15 +16,19 @@ from packaging.version import Version
 from hybridflow.config.actor import ActorConfig, RefConfig
 from hybridflow.config.checks import is_generated
 from hybridflow.config.choices import PARALLEL_FAMILIES
-from hybridflow.config.constraints import is_dotted, is_url
+from hybridflow.config.constraints import is_url
 from hybridflow.config.critic import CriticConfig
-from hybridflow.config.data import BUILTIN_TASK, CustomClassConfig
-from hybridflow.config.problems import did_you_mean, nearest
+from hybridflow.config.data import BUILTIN_TASK
+from hybridflow.config.model import ModelConfig
+from hybridflow.config.problems import did_you_mean
 from hybridflow.config.root import PPOConfig
 from hybridflow.launch.data_findings import check_data
 from hybridflow.launch.hf_model import ModelFacts, find_folder, looks_like_hub_name, read_model
 from hybridflow.launch.machine import Machine, inspect_machine
+from hybridflow.launch.model_files import check_model_files, check_tokenizer
+from hybridflow.launch.paths import similar
 from hybridflow.launch.plan import Finding, RunPlan
+from hybridflow.launch.user_code import check_user_code
 from hybridflow.trainer.checkpoint import MANIFEST
 from hybridflow.trainer.remote import RemoteFolder
 from hybridflow.utils.errors import MachineError
@@ -46,7 +49,7 @@ def check_machine(config: PPOConfig, plan: RunPlan, machine: Machine | None = No
         *_training(config, plan),
         *_models(config, plan),
         *check_data(config),
-        *_user_code(config),
+        *check_user_code(config),
         *_files(config),
         *_memory(plan, machine),
     ]
@@ -133,15 +136,6 @@ def _packages(config: PPOConfig) -> Iterator[Finding]:
             yield Finding(level="ok", what=key, text=f"package {package} is installed")
         elif needed:
             yield Finding(level="error", what=key, text=f"package {package} is not installed", fix=fix)
-    for key, target in (
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", config.actor_rollout_ref.actor.policy_loss.loss_mode),
-        ("actor_rollout_ref.actor.optim.optimizer", config.actor_rollout_ref.actor.optim.optimizer),
-    ):
-        package = target.partition(":")[0].partition(".")[0]
-        if is_dotted(target) and importlib.util.find_spec(package) is None:
-            fix = "Put its folder on PYTHONPATH."
-            yield Finding(level="error", what=key, text=f"{target}: no module {package} can be found", fix=fix)
 
 
 def _training(config: PPOConfig, plan: RunPlan) -> Iterator[Finding]:
@@ -184,6 +178,7 @@ def _torch_release() -> tuple[int, ...]:
 def _models(config: PPOConfig, plan: RunPlan) -> Iterator[Finding]:
     policy = config.actor_rollout_ref
     yield from _model_folder(MODEL_KEY, policy.model.path)
+    yield from _tokenizer(policy.model)
     if config.needs_critic and config.critic.model.path is not None:
         yield from _model_folder("critic.model.path", config.critic.model.path)
     if config.reward.reward_model.enable:
@@ -203,11 +198,16 @@ def _model_folder(key: str, path: str) -> Iterator[Finding]:
     except MachineError as error:
         yield Finding(level="error", what=key, text=str(error), fix="Give a folder with config.json and safetensors.")
         return
-    if model is not None:
+    folder = find_folder(path)
+    if model is not None and folder is not None:
+        faults = list(check_model_files(key, folder))
         count = f"{model.parameters / 1e6:,.2f} million parameters"
-        yield Finding(level="ok", what=key, text=f"{model.kind}, {count}, in {find_folder(path)}")
+        yield from faults or [Finding(level="ok", what=key, text=f"{model.kind}, {count}, in {folder}")]
+    elif Path(path).is_file():
+        text = f"{path} is a file"
+        yield Finding(level="error", what=key, text=text, fix=f"Give the folder: {Path(path).parent}.")
     elif not looks_like_hub_name(path):
-        yield Finding(level="error", what=key, text=f"{path} does not exist", fix=_similar(path))
+        yield Finding(level="error", what=key, text=f"{path} does not exist", fix=similar(path))
     elif os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "True"):
         fix = "Download it first, or give a folder."
         yield Finding(
@@ -216,6 +216,17 @@ def _model_folder(key: str, path: str) -> Iterator[Finding]:
     else:
         text = f"{path} is neither a folder nor in the local cache: it would be downloaded from the hub"
         yield Finding(level="warning", what=key, text=text, fix="Its sizes could not be judged.")
+
+
+def _tokenizer(model: ModelConfig) -> Iterator[Finding]:
+    """What is wrong with the policy's tokenizer; a folder that is not there is said elsewhere."""
+    own = model.tokenizer_path
+    key, path = (MODEL_KEY, model.path) if own is None else ("actor_rollout_ref.model.tokenizer_path", own)
+    folder = find_folder(path)
+    if folder is not None and (own is not None or (folder / "config.json").is_file()):
+        yield from check_tokenizer(key, folder)
+    elif own is not None and folder is None and own != BUILTIN_TASK and not looks_like_hub_name(own):
+        yield Finding(level="error", what=key, text=f"{own} does not exist", fix=similar(own))
 
 
 def _model_fits(config: PPOConfig, model: ModelFacts) -> Iterator[Finding]:
@@ -270,49 +281,6 @@ def _divides_heads(model: ModelFacts, degree: int) -> bool:
     return model.heads % degree == 0 and (model.kv_heads % degree == 0 or degree % model.kv_heads == 0)
 
 
-def _user_code(config: PPOConfig) -> Iterator[Finding]:
-    yield from _name_in_file("reward.custom_reward_function", config.reward.custom_reward_function)
-    yield from _name_in_file("data.custom_cls", config.data.custom_cls)
-
-
-def _name_in_file(key: str, own: CustomClassConfig) -> Iterator[Finding]:
-    if own.path is None:
-        return
-    file = Path(own.path).expanduser()
-    if not file.is_file():
-        yield Finding(level="error", what=f"{key}.path", text=f"{own.path} does not exist", fix=_similar(own.path))
-        return
-    try:
-        names = _top_level_names(ast.parse(file.read_text(encoding="utf-8"), filename=str(file)))
-    except SyntaxError as error:
-        text = f"{own.path} line {error.lineno}: {error.msg}"
-        yield Finding(level="error", what=f"{key}.path", text=text, fix="Correct the file.")
-        return
-    if own.name is None:
-        fix = f"Set {key}.name to one of {', '.join(names) or 'nothing'}."
-        yield Finding(level="error", what=f"{key}.name", text="is not given", fix=fix)
-    elif own.name not in names:
-        fix = did_you_mean(own.name, names) or f"The file defines {', '.join(names) or 'nothing'}."
-        yield Finding(level="error", what=f"{key}.name", text=f"{own.path} defines no {own.name}", fix=fix)
-    else:
-        yield Finding(level="ok", what=key, text=f"{own.name} in {own.path}")
-
-
-def _top_level_names(tree: ast.Module) -> list[str]:
-    """Names that a module binds at its top level, imports and assignments included; ``*`` cannot be known."""
-    names: list[str] = []
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.append(node.name)
-        elif isinstance(node, ast.Assign):
-            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.append(node.target.id)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names += [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
-    return names
-
-
 def _files(config: PPOConfig) -> Iterator[Finding]:
     trainer = config.trainer
     if trainer.resume_from_path is not None:
@@ -345,7 +313,7 @@ def _checkpoint(key: str, path: str) -> Iterator[Finding]:
 
 def _exists(key: str, path: str) -> Iterator[Finding]:
     if not is_generated(path) and not Path(path).expanduser().exists():
-        yield Finding(level="error", what=key, text=f"{path} does not exist", fix=_similar(path))
+        yield Finding(level="error", what=key, text=f"{path} does not exist", fix=similar(path))
 
 
 def _writable(key: str, folder: Path) -> Finding:
@@ -375,12 +343,3 @@ def _memory(plan: RunPlan, machine: Machine) -> Iterator[Finding]:
             text=text,
             fix=fix if need > have else "",
         )
-
-
-def _similar(path: str) -> str:
-    """A path near the one that does not exist."""
-    given = Path(path).expanduser()
-    if not given.parent.is_dir():
-        return f"There is no folder {given.parent} either."
-    close = nearest(given.name, [entry.name for entry in given.parent.iterdir()])
-    return f"Did you mean {given.parent / close}?" if close else f"Looked from {Path.cwd()}."

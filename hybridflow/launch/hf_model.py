@@ -58,7 +58,7 @@ def read_model(path: str, override: Mapping[str, Any] | None = None) -> ModelFac
     """Facts of the model at ``path``; None when no folder of it is on this machine.
 
     Raises:
-        MachineError: the folder has no config.json, or one without the sizes of a decoder.
+        MachineError: the folder has no config.json that can be read, or one without the sizes of a decoder.
     """
     if path == BUILTIN_TASK:
         return facts({**MODEL_CONFIG, **(override or {})})
@@ -68,11 +68,53 @@ def read_model(path: str, override: Mapping[str, Any] | None = None) -> ModelFac
     file = folder / "config.json"
     if not file.is_file():
         raise MachineError(f"{folder} has no config.json: it is no Hugging Face model folder")
+    config = read_json(file)
     try:
-        config = json.loads(file.read_text())
         return facts({**config, **(override or {})}, counted=_counted(folder))
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise MachineError(f"{file} does not describe a decoder: {type(error).__name__} {error}") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a json file of a model folder.
+
+    Raises:
+        MachineError: it cannot be read, or holds something else; names the file.
+    """
+    try:
+        found = json.loads(file.read_bytes())
+    except OSError as error:
+        raise MachineError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise MachineError(f"{file} is not valid json: {error}") from error
+    if not isinstance(found, dict):
+        raise MachineError(f"{file} holds no object")
+    return found
+
+
+def stored_tensors(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file: dtype, shape and place of every tensor by name.
+
+    Raises:
+        MachineError: it is none, or has another length than its header says: a download that was cut short.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        begin = stream.read(8)
+        length = int.from_bytes(begin, "little")
+        if begin.startswith(b"version "):
+            raise MachineError(f"{file} is a Git LFS pointer in place of weights: run git lfs pull there")
+        if size < 10 or length > size - 8:
+            raise MachineError(f"{file} ({size:,} bytes) is no whole safetensors file: its header is cut short")
+        try:
+            header: dict[str, Any] = json.loads(stream.read(length))
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise MachineError(f"{file} is no safetensors file: its header cannot be read") from error
+    if size != end:
+        raise MachineError(f"{file} has {size:,} bytes, and its header says {end:,}: it was cut short")
+    return tensors
 
 
 def facts(config: Mapping[str, Any], counted: int | None = None) -> ModelFacts:
@@ -109,13 +151,9 @@ def facts(config: Mapping[str, Any], counted: int | None = None) -> ModelFacts:
 
 
 def _counted(folder: Path) -> int | None:
-    """Elements of all tensors in the safetensors headers; None when there are no such files."""
-    files = sorted(folder.glob("*.safetensors"))
-    return sum(_elements(file) for file in files) or None
-
-
-def _elements(file: Path) -> int:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    """Elements of all tensors in the safetensors headers; None when there are no such files, or they are damaged."""
+    try:
+        stored = [stored_tensors(file) for file in sorted(folder.glob("*.safetensors"))]
+    except MachineError:  # reported by launch/model_files.py
+        return None
+    return sum(math.prod(entry["shape"]) for tensors in stored for entry in tensors.values()) or None

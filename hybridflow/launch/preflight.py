@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridflow.config.data import BUILTIN_TASK
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.unread import set_without_effect
 from hybridflow.engines.rollout import environment as rollout_environment
@@ -22,10 +23,12 @@ from hybridflow.launch.sizes import batch_plan
 from hybridflow.topology.resources import MAIN_POOL, Pool, generation_layout, training_layout
 from hybridflow.utils.errors import MachineError
 
+LARGE_LR = 1e-4
+"""Learning rates from here on ruin a pretrained model whose weights are all trained; the default job's own is one."""
 HOST_POOL = "host"
+"""Processes without a device, for reward functions."""
 _SLACK_CORES = 0.3
 """Work of others that does not count when cores are called idle: a desktop's, this run's driver."""
-"""Processes without a device, for reward functions."""
 
 __all__ = ["Finding", "check_machine", "plan_run"]
 
@@ -45,7 +48,7 @@ def plan_run(config: PPOConfig, machine: Machine | None = None) -> RunPlan:
         dataflow=dataflow(config),
         model=model,
         memory=estimate(config, roles, batch, model, machine, device) if model is not None else (),
-        notes=_notes(config),
+        notes=_notes(config, device),
     )
 
 
@@ -150,9 +153,25 @@ def _known_model(config: PPOConfig) -> ModelFacts | None:
         return None
 
 
-def _notes(config: PPOConfig) -> tuple[str, ...]:
+def _notes(config: PPOConfig, device: Device) -> tuple[str, ...]:
     rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
     found = []
+    compute = {
+        "actor_rollout_ref.rollout.dtype": rollout.dtype,
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": (
+            config.actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype
+        ),
+    }
+    slow = [key for key, dtype in compute.items() if dtype in ("fp32", "float32")]
+    if slow and device == "cuda":
+        asked = " ".join(f"{key}=bf16" for key in slow)
+        found.append(f"computes in fp32 on GPUs (verl's default is bf16): for several times the speed set {asked}")
+    lr, model = config.actor_rollout_ref.actor.optim.lr, config.actor_rollout_ref.model
+    if lr >= LARGE_LR and model.path != BUILTIN_TASK and model.lora_rank == 0:
+        found.append(
+            f"actor_rollout_ref.actor.optim.lr={lr:g} suits the default job's tiny model: 1e-6 is usual for billions "
+            "of parameters, 1e-5 for a hundred million"
+        )
     if estimator in ("gae", "remax", "reinforce_plus_plus") and rollout.n > 1:
         found.append(
             f"actor_rollout_ref.rollout.n={rollout.n} (verl's default is 1): {estimator} needs one sample per prompt"

@@ -113,8 +113,12 @@ _CREDIT = (
         ("reward/overlong_share", "0..1", "rows with a length penalty"),
         ("reward/running_mean", "score", "running mean that scores are normalised by"),
         ("reward/running_std", "score", "running standard deviation that scores are normalised by"),
-        ("reward/*/mean", "score", "a reward component of algorithm.gdpo_reward_keys, or overlong_penalty: mean"),
-        ("reward/*/max", "score", "the same: largest"),
+        (
+            "reward/*/mean",
+            "score",
+            "a number that the reward function returned beside score, or overlong_penalty: mean",
+        ),
+        ("reward/*/max", "score", "a component of algorithm.gdpo_reward_keys, or overlong_penalty: largest"),
         ("reward/*/min", "score", "the same: smallest"),
         ("actor/reward_kl_penalty", "nats", "KL to the reference per token, mean over tokens of a row, then over rows"),
         ("actor/reward_kl_penalty_coeff", "-", "coefficient of the KL in the reward in this step"),
@@ -279,6 +283,7 @@ _VALIDATION = _section(
     ("val-core/*/reward/mean_at_*", "score", "mean score of a data source over n sampled responses per prompt"),
     ("val-core/*/reward/pass_at_*", "0..1", "chance that one of k samples has a score of 1 or more, unbiased"),
     ("val-core/*/greedy/mean_at_1", "score", "mean score of a data source with greedy decoding"),
+    ("val-aux/*/mean_at_*", "score", "a number that the reward function returned beside score: mean of a data source"),
     ("val-aux/*/failed", "rows", "samples without a score (left out of the means)"),
     ("val-aux/*/response_length/mean", "tokens", "mean response"),
 )

@@ -86,7 +86,7 @@ class PPOTrainer:
             calls["values"] = self.roles.critic.compute_values(batch)
         for name, call in calls.items():
             batch = batch.with_columns(**self.wait(name, call).columns())
-        self.run.note_failures(batch)
+        self.run.note_scores(batch)
         return batch
 
     def assign_credit(self, batch: Batch) -> Batch:

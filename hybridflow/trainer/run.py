@@ -23,7 +23,7 @@ from hybridflow.roles.protocols import Observer, Roles
 from hybridflow.trainer.checkpoint import Checkpoint, CheckpointStore
 from hybridflow.trainer.costs import cost_metrics
 from hybridflow.trainer.failures import failure_metrics, failures, refuse_too_many
-from hybridflow.trainer.metrics import batch_metrics
+from hybridflow.trainer.metrics import batch_metrics, reward_parts
 from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.resume import plain_config, tell_changes, tell_versions, versions
 from hybridflow.trainer.saving import Saver
@@ -161,14 +161,15 @@ class Run:
         """Adds metrics to the step."""
         self._metrics.update(metrics)
 
-    def note_failures(self, batch: Batch) -> None:
-        """Counts failed samples by cause, before anything is learned from the others.
+    def note_scores(self, batch: Batch) -> None:
+        """Adds what the reward function said beside scores, and failed samples by cause; before anything is learned.
 
         Raises:
             RewardError: more than ``reward.max_failed_share`` of the step failed.
         """
         found = failures(batch)
-        self.record(failure_metrics(found))
+        parts = reward_parts(batch.objects("reward_info"))
+        self.record({**failure_metrics(found), **{f"reward/{name}/mean": mean for name, mean in parts.items()}})
         refuse_too_many(batch, found, self.config.reward.max_failed_share)
 
     def observe(self, batch: Batch) -> None:
@@ -363,8 +364,10 @@ def _rollout_rows(batch: Batch) -> Iterator[dict[str, Any]]:
         batch["score"].tolist(),
         batch["valid"].tolist(),
         batch.objects("finish_reason"),
+        batch.objects("reward_info"),
         strict=True,
     )
     names = ("group_id", "sample_index", "prompt", "response", "ground_truth", "score", "valid", "finish_reason")
+    names = (*names, "reward_info")
     for values in columns:
         yield dict(zip(names, values, strict=True))

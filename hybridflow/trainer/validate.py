@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import gather
 from hybridflow.config.actor import ValSamplingConfig
 from hybridflow.roles.protocols import Roles, SamplingMode
+from hybridflow.trainer.metrics import reward_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ def _score(roles: Roles, prompts: Batch, mode: SamplingMode, n: int, step: int) 
 def _metrics(scored: list[Batch], mode: SamplingMode, n: int) -> dict[str, float]:
     scores: defaultdict[str, list[float]] = defaultdict(list)
     right: defaultdict[str, defaultdict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    said: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     failed, lengths = 0, []
     for batch in scored:
         columns = zip(
@@ -68,17 +70,21 @@ def _metrics(scored: list[Batch], mode: SamplingMode, n: int) -> dict[str, float
             batch["score"].tolist(),
             batch["valid"].tolist(),
             batch["response_length"].tolist(),
+            batch.objects("reward_info"),
             strict=True,
         )
-        for source, row, score, valid, length in columns:
+        for source, row, score, valid, length, info in columns:
             lengths.append(length)
             if not valid:
                 failed += 1
                 continue
             scores[source].append(score)
+            said[source].append(info)
             right[source][row].append(score >= 1.0)
     label = "greedy" if mode == "greedy" else "reward"
     metrics = {f"val-core/{source}/{label}/mean@{n}": sum(values) / len(values) for source, values in scores.items()}
+    for source, rows in said.items():
+        metrics |= {f"val-aux/{source}/{label}/{name}/mean@{n}": mean for name, mean in reward_parts(rows).items()}
     metrics[f"val-aux/{label}/failed"] = float(failed)
     metrics[f"val-aux/{label}/response_length/mean"] = sum(lengths) / max(1, len(lengths))
     for source, by_row in right.items():

@@ -37,6 +37,7 @@ def _empty_folder(tmp_path, monkeypatch):
         ("+preset=ppo", "preset=ppo"),
         ("hydra.run.dir=x", "hydra.run.dir=x"),
         ("~a.b", "~a.b"),
+        ("a.b=~/x y", '++a.b="~/x y"'),
         ("--dry-run", "++trainer.dry_run=True"),
         ("--strict", "++trainer.strict=True"),
         ("--cfg", "--cfg"),
@@ -127,16 +128,50 @@ def test_the_exit_code_of_the_task_is_kept():
     assert compose_and_run(PPOConfig, "ppo_trainer", lambda tree: 7, []) == 7
 
 
-@pytest.mark.parametrize("arguments", [["foo=["], ["bareword"], ["preset=nope"], ["data.seed=1,2"], ["--multirun"]])
-def test_a_broken_command_line_is_a_configuration_error(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["foo=["], ["foo=[", "a bracket has no partner", "'foo=[a,b]'"]),
+        (["data.train_files=a=b.parquet"], ["a sign that needs quotes", """'data.train_files="a=b.parquet"'"""]),
+        (["data.train_files=it's.parquet"], ["data.train_files=it's.parquet", "a sign that needs quotes"]),
+        (["trainer.logger=console,wandb"], ["several values without brackets", "'trainer.logger=[console,wandb]'"]),
+        (["data.seed=1,2"], ["data.seed=1,2", "several values"]),
+        (["bareword"], ["bareword", "neither KEY=VALUE nor an option"]),
+        (["data.train_batch_size:8"], ["data.train_batch_size:8", "Write KEY=VALUE"]),
+        (["data.train_batch_size", "=", "8"], ["data.train_batch_size", "without blanks"]),
+        (["data..seed=1"], ["data..seed", "no such key"]),
+        (["--dryrun"], ["--dryrun", "no such option", "Did you mean --dry-run?"]),
+        (["--train_batch_size", "8"], ["--train_batch_size", "Settings have no dashes: train_batch_size=VALUE"]),
+        (["--data.seed=8"], ["Settings have no dashes: data.seed=8"]),
+        (["--multirun"], ["sweeps are not supported", "shell loop"]),
+        (["-x"], ["no such option", "--help shows the options"]),
+        (["foo=[", "--dryrun"], ["a bracket has no partner", "Did you mean --dry-run?"]),
+        (["preset=nope"], ["nope"]),
+    ],
+)
+def test_a_broken_command_line_is_a_configuration_error_that_says_what_to_write(arguments, words, capsys):
     assert compose_and_run(PPOConfig, "ppo_trainer", lambda tree: OK, arguments) == BAD_CONFIG
-    assert capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert [word for word in words if word not in shown] == []
+
+
+def test_the_home_folder_is_meant_by_a_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load_config(composed("data.train_files=[/a,'~/b']", "trainer.default_local_dir=~/runs"))
+    assert config.data.train_files == ("/a", "/home/me/b")
+    assert config.trainer.default_local_dir == "/home/me/runs"
 
 
 def test_an_interpolation_that_points_nowhere_names_its_key(capsys):
     arguments = ["trainer.project_name=${no.such.key}"]
     assert compose_and_run(PPOConfig, "ppo_trainer", lambda tree: OK, arguments) == BAD_CONFIG
     assert "trainer.project_name" in capsys.readouterr().err
+
+
+def test_a_shell_variable_in_braces_is_pointed_to_the_environment(capsys):
+    arguments = ["data.train_files=${HOME}/x.parquet"]
+    assert compose_and_run(PPOConfig, "ppo_trainer", lambda tree: OK, arguments) == BAD_CONFIG
+    assert "${oc.env:HOME}" in capsys.readouterr().err
 
 
 def test_showing_the_configuration_runs_nothing(capsys):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config.load import load_config
+from hybridflow.data.builtin import ensure_builtin_model
 from hybridflow.launch.findings import fatal
 from hybridflow.launch.machine import Gpu, Machine
 from hybridflow.launch.preflight import check_machine, plan_run
@@ -148,6 +149,29 @@ BAD = [
     (["trainer.device=cuda"], "trainer.device", "trainer.device=cpu"),
     (["data.max_response_length=120"], "data.max_response_length", "128 positions of the model"),
     ([f"{ACTOR}.checkpoint.save_contents=[modle]"], f"{ACTOR}.checkpoint.save_contents=modle", "Did you mean model?"),
+    ([f"{ROLLOUT}.n=0"], f"{ROLLOUT}.n=0", "Use 1 or more"),
+    ([f"{ROLLOUT}.n=two"], f"{ROLLOUT}.n=two", "must be an integer"),
+    ([f"{ROLLOUT}.n=[8]"], f"{ROLLOUT}.n=[8]", "must be an integer"),
+    ([f"{ROLLOUT}.n=8.5"], f"{ROLLOUT}.n=8.5", "Use 8 or 9"),
+    ([f"{ROLLOUT}.n=null"], f"{ROLLOUT}.n=null", "must be an integer"),
+    ([f"{ROLLOUT}.n={{a: 1}}"], f"{ROLLOUT}.n={{a:1}}", "must be an integer"),
+    (["data.train_batch_size=-64"], "data.train_batch_size=-64", "Use 1 or more"),
+    (["data.train_batch_size=true"], "data.train_batch_size=True", "must be an integer"),
+    (["data=5"], "data=5", "is a section"),
+    ([f"{ACTOR}.optim=AdamW"], f"{ACTOR}.optim=AdamW", "is a section"),
+    (["foo.bar.baz=1"], "foo.bar.baz", "no such key"),
+    (["trainer.logger=null"], "trainer.logger=null", "Write [a,b]"),
+    (["trainer.logger={console: 1}"], "trainer.logger", "list"),
+    ([f"{POLICY}.model.path=''"], f"{POLICY}.model.path=", "a variable of the shell may not be set"),
+    (["trainer.default_local_dir=''"], "trainer.default_local_dir=", "It is empty"),
+    (["data.train_files=''"], "data.train_files=", "It is empty"),
+    (["data.train_files='$DATA/train.parquet'"], "data.train_files", "${oc.env:NAME}"),
+    ([f"{POLICY}.model.tokenizer_path=/nowhere/tokens"], f"{POLICY}.model.tokenizer_path", "does not exist"),
+    (["algorithm.adv_estimator=no_module_of_mine:f"], "algorithm.adv_estimator", "Put its folder on PYTHONPATH"),
+    (["algorithm.adv_estimator=tests.tiny_models_of_mine:f"], "algorithm.adv_estimator", "can be found"),
+    ([f"{ACTOR}.policy_loss.loss_mode=json.decoder:JSONDecodr"], f"{ACTOR}.policy_loss.loss_mode",
+     "Did you mean JSONDecoder?"),
+    (["trainer.pools.x=rollout"], "trainer.pools.x=rollout", "is a section"),
 ]  # fmt: skip
 
 
@@ -257,28 +281,217 @@ def test_a_data_source_without_scorer_is_an_error_unless_a_function_is_given(tmp
 
 
 @pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"prompt": "1+1=", \n', "line 1 is not valid json"),
+        (b'{"prompt": "caf\xe9"}\n', "line 1 is not utf-8 text"),
+        (b"\x80\x02\x00\x01", "line 1 is not utf-8 text"),
+    ],
+)
+def test_a_file_with_a_broken_line_names_the_line(tmp_path, content, words):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(HybridFlowError, match=r"data\.train_files") as caught:
+        judge(f"data.train_files={file}")
+    assert words in str(caught.value)
+    assert "Correct the file" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("rows.json", '{"data": [1]}', "it has data"),
+        ("rows.json", '{\n"data": [1]}', "it has data"),
+        ("rows.json", '[{"prompt": 1}', "is not valid json"),
+        ("rows.json", '["a"]', "an object with columns is expected"),
+        ("rows.parquet", "no parquet", "not a readable parquet file"),
+        ("rows.csv", "a,b", ".parquet, .jsonl, .json"),
+    ],
+)
+def test_a_file_of_another_form_says_which_is_expected(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(HybridFlowError, match=r"data\.train_files") as caught:
+        judge(f"data.train_files={tmp_path / name}")
+    assert words in str(caught.value)
+
+
+def test_a_folder_in_place_of_a_file_is_an_error(tmp_path):
+    with pytest.raises(HybridFlowError, match=r"data\.train_files: .* is a folder\. .*name a file in it"):
+        judge(f"data.train_files={tmp_path}")
+    with pytest.raises(HybridFlowError, match=r"reward\.custom_reward_function\.path: .* is no file"):
+        judge(f"reward.custom_reward_function.path={tmp_path}")
+
+
+def chat(**message: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": "1+1=", **message}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt": ""}, "a text or a chat list"),
+        ({"prompt": 7}, "a text or a chat list"),
+        ({"prompt": []}, "a text or a chat list"),
+        ({"prompt": ["1+1="]}, "an object with role and content"),
+        ({"prompt": [{"from": "human", "value": "1+1="}]}, "an object with role and content"),
+        ({"prompt": chat(content=5)}, "content is a text, got 5"),
+        ({"prompt": chat(role=None)}, "role is a text, got None"),
+        ({"prompt": chat(content=[{"type": "image"}])}, "text only, content has image"),
+        ({"data_source": 3}, "the scorer's name is expected, got 3"),
+        ({"reward_model": "2"}, "an object with ground_truth is expected"),
+        ({"extra_info": 5}, "an object is expected, got 5"),
+        ({"prompt": chat()}, "has no chat template. Use a prompt column of plain text"),
+    ],
+)
+def test_a_row_of_another_shape_names_row_and_column(tmp_path, changes, words):
+    with pytest.raises(HybridFlowError, match=r"data\.train_files: .*row 0") as caught:
+        judge(f"data.train_files={write(tmp_path, [row(**changes)] * 64)}")
+    assert words in str(caught.value)
+
+
+SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info{}):\n    return 1.0\n"
+
+
+@pytest.mark.parametrize(
     ("code", "words"),
     [
         ("def compute_scores():\n    pass\n", "Did you mean compute_scores?"),
         ("def compute_score(:\n", "line 1"),
         ("", "defines nothing"),
+        ("compute_score = 3\n", "is compute_score = 3, which cannot be called"),
+        ("def compute_score(completions, **kwargs):\n    pass\n", "takes (completions, **kwargs) and is called with"),
+        ("def compute_score(solution, truth):\n    pass\n", "Give it these arguments: data_source, solution_str"),
+        ("def compute_score(data_source, solution_str, ground_truth):\n    pass\n", "extra_info="),
+        (SCORE.format(", weight"), "takes (data_source, solution_str, ground_truth, extra_info, weight)"),
+        ("# caf\xe9\n", "utf-8"),
     ],
 )
-def test_a_reward_file_without_the_function_is_an_error(tmp_path, code, words):
+def test_a_reward_file_without_a_function_that_can_be_called_is_an_error(tmp_path, code, words):
     file = tmp_path / "reward.py"
-    file.write_text(code)
+    file.write_text(code, encoding="latin-1")
     with pytest.raises(HybridFlowError, match=r"reward\.custom_reward_function") as caught:
         judge(f"reward.custom_reward_function.path={file}")
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "code", ["async def compute_score():\n    pass\n", "from x import f as compute_score\n", "compute_score = len\n"]
+    "code",
+    [
+        "async def compute_score(**sample):\n    pass\n",
+        "from x import f as compute_score\n",
+        "from x import *\n",
+        "compute_score = len\n",
+        "try:\n    from x import compute_score\nexcept ImportError:\n    compute_score = None\n",
+        "@wrapped\ndef compute_score(a):\n    pass\n",
+        SCORE.format("=None, weight=1"),
+    ],
 )
 def test_a_reward_function_may_be_async_imported_or_assigned(tmp_path, code):
     file = tmp_path / "reward.py"
     file.write_text(code)
     judge(f"reward.custom_reward_function.path={file}")
+
+
+def test_arguments_of_the_configuration_count_for_a_reward_function(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text(SCORE.format(", weight"))
+    judge(f"reward.custom_reward_function.path={file}", "reward.custom_reward_function.reward_kwargs.weight=2")
+    with pytest.raises(HybridFlowError, match=r"called with .*scale="):
+        judge(f"reward.custom_reward_function.path={file}", "reward.custom_reward_function.reward_kwargs.scale=2")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (
+            "class Rows:\n    def __init__(self, data_files, tokenizer, config):\n        pass\n",
+            "is called with (source,",
+        ),
+        ("def rows(source):\n    yield {}\n", "config, held_out"),
+    ],
+)
+def test_a_reader_of_prompts_with_another_signature_is_an_error(tmp_path, code, words):
+    file = tmp_path / "reader.py"
+    file.write_text(code)
+    name = "Rows" if "class" in code else "rows"
+    with pytest.raises(HybridFlowError, match=r"data\.custom_cls") as caught:
+        judge(f"data.custom_cls.path={file}", f"data.custom_cls.name={name}")
+    assert words in str(caught.value)
+
+
+def test_a_reader_of_prompts_may_be_a_function_or_a_class(tmp_path):
+    file = tmp_path / "reader.py"
+    file.write_text(
+        "def rows(source, *, config, held_out):\n    yield {}\n"
+        "class Rows:\n    def __init__(self, source, **settings):\n        pass\n"
+    )
+    for name in ("rows", "Rows"):
+        judge(f"data.custom_cls.path={file}", f"data.custom_cls.name={name}")
+
+
+def model(folder: Path, **changes: object) -> Path:
+    """The embedded model's folder with other fields in its config.json (None: without it)."""
+    ensure_builtin_model(folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(HybridFlowError, match=r"actor_rollout_ref\.model\.path") as caught:
+        judge(f"actor_rollout_ref.model.path={folder}")
+    return str(caught.value)
+
+
+def test_a_whole_model_folder_is_let_through_and_so_is_one_that_brings_its_code(tmp_path):
+    judge(f"actor_rollout_ref.model.path={model(tmp_path)}")
+    judge(f"actor_rollout_ref.model.path={model(tmp_path, model_type='mine', auto_map={'AutoModel': 'm.M'})}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "quen2"}, "has no decoder of the model type quen2. Did you mean qwen2?"),
+        ({"model_type": "clip"}, "has no decoder of the model type clip"),
+        ({"model_type": None}, "names no model_type"),
+        ({"num_attention_heads": "four"}, "does not describe a decoder"),
+        ({"hidden_size": None}, "does not describe a decoder: KeyError 'hidden_size'"),
+    ],
+)
+def test_a_model_that_is_no_decoder_is_an_error(tmp_path, changes, words):
+    assert words in refusal(model(tmp_path, **changes))
+
+
+def test_damaged_weights_are_an_error_that_says_how(tmp_path):
+    weights = model(tmp_path) / "model.safetensors"
+    whole = weights.read_bytes()
+    for content, words in (
+        (whole[:-1], f"has {len(whole) - 1:,} bytes, and its header says {len(whole):,}: it was cut short"),
+        (whole[:200], "its header is cut short"),
+        (b"", "its header is cut short"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a Git LFS pointer"),
+        ((16).to_bytes(8, "little") + b"x" * 16, "its header cannot be read"),
+    ):
+        weights.write_bytes(content)
+        assert words in refusal(tmp_path)
+    weights.unlink()
+    assert "has no model.safetensors (nor an index of several)" in refusal(tmp_path)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-1.safetensors").write_bytes(whole)
+    assert "lacks 1 of 2 files of weights that its index names, model-2.safetensors" in refusal(tmp_path)
+
+
+def test_a_model_without_tokenizer_or_with_a_broken_one_is_an_error(tmp_path):
+    (model(tmp_path) / "tokenizer.json").write_text("{")
+    assert "tokenizer.json is not valid json" in refusal(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    assert "has no tokenizer (no tokenizer.json)" in refusal(tmp_path)
+    judge(f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.model.tokenizer_path=builtin:arithmetic")
+
+
+def test_a_file_in_place_of_the_model_s_folder_is_an_error(tmp_path):
+    assert f"Give the folder: {tmp_path}" in refusal(model(tmp_path) / "config.json")
 
 
 def test_a_folder_that_is_no_model_is_an_error(tmp_path):
