@@ -82,6 +82,8 @@ def draw(runs: Mapping[str, Series], path: Path) -> Path:
         _fill(place, panel, runs)
     for place in list(axes.flat)[len(panels) :]:
         place.set_visible(False)
+    if len(runs) == 1:
+        figure.suptitle(next(iter(runs)))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -123,10 +125,12 @@ def _run_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _chosen(panel: Panel, series: Series) -> list[str]:
+    """Metrics of the panel that the run has; one that is 0 throughout says nothing and is left out."""
     return [
         name
-        for name in series
-        if any(name == prefix or (prefix.endswith("/") and name.startswith(prefix)) for prefix in panel.prefixes)
+        for name, points in series.items()
+        if any(value != 0 for _, value in points)
+        and any(name == prefix or (prefix.endswith("/") and name.startswith(prefix)) for prefix in panel.prefixes)
     ]
 
 
