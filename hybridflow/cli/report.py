@@ -31,13 +31,15 @@ class Panel:
     prefixes: tuple[str, ...]
     """Metrics that are drawn: equal to a prefix, or under it when it ends in a slash. Absent ones are skipped."""
     markers: bool = False
+    zeros: bool = True
+    """Whether a metric is drawn that is 0 throughout (the KL of an update is, where each token is trained once)."""
 
 
 PANELS = (
     Panel("held-out score", ("val-core/",), markers=True),
     Panel("training score", ("critic/score/mean",)),
     Panel("entropy [nats]", ("actor/entropy", "actor/entropy_old")),
-    Panel("KL [nats]", ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")),
+    Panel("KL [nats]", ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty"), zeros=False),
     Panel("response length [tokens]", ("response_length/mean",)),
     Panel("gradient norm", ("actor/grad_norm", "critic/grad_norm")),
     Panel("sampler / trainer log-prob difference [nats]", ("training/rollout_log_prob_diff/max",)),
@@ -60,12 +62,14 @@ def read_series(folder: Path) -> Series:
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            row: Mapping[str, object] = json.loads(line)
+            row = json.loads(line)
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break
             raise DataError(f"{path}:{number} is not JSON: {error}") from error
-        step = float(row["step"])  # type: ignore[arg-type]
+        if not isinstance(row, dict) or "step" not in row:
+            raise DataError(f"{path}:{number} is no line of metrics: an object with step is expected")
+        step = float(row["step"])
         for name, value in row.items():
             if isinstance(value, (int, float)) and name != "step":
                 series.setdefault(name, []).append((step, float(value)))
@@ -73,9 +77,15 @@ def read_series(folder: Path) -> Series:
 
 
 def draw(runs: Mapping[str, Series], path: Path) -> Path:
-    """Writes one picture with a panel per quantity that any run has; runs share panels."""
+    """Writes one picture with a panel per quantity that any run has; runs share panels.
+
+    Raises:
+        DataError: no run has anything to draw.
+    """
     panels = [panel for panel in PANELS if any(_chosen(panel, series) for series in runs.values())]
-    columns = min(2, max(1, len(panels)))
+    if not panels:
+        raise DataError(f"{', '.join(runs)}: no step has been written yet")
+    columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(6 * columns, 3 * rows), squeeze=False)
     for place, panel in zip(axes.flat, panels, strict=False):
@@ -125,11 +135,11 @@ def _run_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _chosen(panel: Panel, series: Series) -> list[str]:
-    """Metrics of the panel that the run has; one that is 0 throughout says nothing and is left out."""
+    """Metrics of the panel that the run has."""
     return [
         name
         for name, points in series.items()
-        if any(value != 0 for _, value in points)
+        if (panel.zeros or any(value != 0 for _, value in points))
         and any(name == prefix or (prefix.endswith("/") and name.startswith(prefix)) for prefix in panel.prefixes)
     ]
 
@@ -143,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         names = _run_names(parsed.folders)
         runs = {name: read_series(folder) for name, folder in zip(names, parsed.folders, strict=True)}
-    except DataError as error:
+        print(draw(runs, parsed.out or parsed.folders[0] / "report.png"))
+    except (DataError, OSError, ValueError) as error:  # matplotlib: a folder or an ending that cannot be written
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    print(draw(runs, parsed.out or parsed.folders[0] / "report.png"))

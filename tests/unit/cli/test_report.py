@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot
 
-from hybridflow.cli.report import Panel, _fill, _run_names, main, read_series
+from hybridflow.cli.report import PANELS, Panel, _chosen, _fill, _run_names, main, read_series
 
 
 def _run(folder: Path, lines: list[str]) -> Path:
@@ -53,3 +53,26 @@ def test_a_folder_without_metrics_is_an_error_with_exit_code_two(tmp_path, capsy
     with pytest.raises(SystemExit) as stopped:
         main([str(tmp_path)])
     assert stopped.value.code == 2 and "metrics.jsonl does not exist" in capsys.readouterr().err
+
+
+def test_a_kl_of_zero_throughout_is_not_drawn_and_a_score_of_zero_is():
+    series = {"actor/ppo_kl": [(1.0, 0.0)], "critic/score/mean": [(1.0, 0.0)]}
+    assert [panel.title for panel in PANELS if _chosen(panel, series)] == ["training score"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [([], "no step has been written yet"), (["[1]", "[2]"], "metrics.jsonl:1 is no line of metrics")],
+)
+def test_metrics_without_anything_to_draw_are_told(tmp_path, capsys, lines, words):
+    with pytest.raises(SystemExit):
+        main([str(_run(tmp_path / "run", lines))])
+    assert words in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_is_told(tmp_path, capsys):
+    run = _run(tmp_path / "run", [json.dumps({"step": 1, "perf/throughput": 1.0})])
+    for out in (tmp_path / "nowhere" / "x.png", run / "x.docx"):
+        with pytest.raises(SystemExit):
+            main([str(run), "--out", str(out)])
+        assert "error: " in capsys.readouterr().err
