@@ -52,6 +52,8 @@ def table(chosen: argparse.Namespace) -> int:
     rollout = _dims("--rollout", chosen.rollout, ("tp",))
     if train.world % rollout.tp:
         raise ConfigError(f"--rollout tp={rollout.tp} does not divide the {train.world} ranks of --train")
+    if chosen.explain is not None and not 0 <= chosen.explain < train.world:
+        raise ConfigError(f"--explain {chosen.explain}: ranks are 0 to {train.world - 1}")
     generation = ParallelDims(dp_shard=train.world // rollout.tp, tp=rollout.tp)
     training = _training_layout(train, rollout.tp, chosen.order)
     dtype = DTYPES[chosen.dtype]
@@ -114,8 +116,10 @@ def _table_parser() -> argparse.ArgumentParser:
     parser.add_argument("--order", choices=("auto", "permuted", "plain"), default="auto", help="order of FSDP shards")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="dtype of the generator")
     parser.add_argument("--expert-parallel", action="store_true", help="generation ranks hold whole experts")
-    parser.add_argument("--ranks-per-node", type=int, default=None, help="replicated slices come from inside a node")
-    parser.add_argument("--bucket-mb", type=int, default=64, help="MiB of a transfer bucket")
+    parser.add_argument(
+        "--ranks-per-node", type=_positive, default=None, help="replicated slices come from inside a node"
+    )
+    parser.add_argument("--bucket-mb", type=_positive, default=64, help="MiB of a transfer bucket")
     parser.add_argument("--explain", type=int, default=None, metavar="RANK", help="print the whole plan of this rank")
     return parser
 
@@ -123,9 +127,16 @@ def _table_parser() -> argparse.ArgumentParser:
 def _check_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hybridflow.reshard check", description=check.__doc__)
     parser.add_argument("--model", required=True, help="model folder")
-    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks of the generator")
+    parser.add_argument("--tp", type=_positive, default=2, help="tensor-parallel ranks of the generator")
     parser.add_argument("--rules", default=None, metavar="MODULE:NAME", help="your own list of ShardingRule")
     return parser
+
+
+def _positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least 1 is expected")
+    return int(text)
 
 
 def _dims(flag: str, given: Sequence[str], axes: Sequence[str]) -> ParallelDims:
@@ -133,7 +144,7 @@ def _dims(flag: str, given: Sequence[str], axes: Sequence[str]) -> ParallelDims:
     degrees: dict[str, int] = {}
     for word in (part for text in given for part in text.split(",") if part):
         axis, separator, degree = word.partition("=")
-        if not separator or axis not in axes or not degree.isdecimal():
+        if not separator or axis not in axes or not degree.isdecimal() or int(degree) < 1:
             raise ConfigError(f"{flag} {word!r}: write AXIS=N with an axis of {', '.join(axes)}")
         degrees[axis] = int(degree)
     return ParallelDims(**degrees)

@@ -70,13 +70,23 @@ def load_config(model: str) -> PretrainedConfig:
     path = Path(model)
     if not path.exists():
         raise ConfigError(f"model {model!r} is neither a folder nor a config file nor one of {', '.join(PRESETS)}")
-    return AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:  # no config.json, not json, a model type that it does not know
+        raise ConfigError(f"model {model!r} has no configuration that transformers reads: {error}") from error
 
 
 def model_shapes(config: PretrainedConfig) -> ModelShapes:
-    """Shapes of all parameters as the trainer names them (tied copies once) and what else a plan needs."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    """Shapes of all parameters as the trainer names them (tied copies once) and what else a plan needs.
+
+    Raises:
+        ConfigError: transformers has no causal language model for it.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ConfigError(f"model type {config.model_type!r} is no causal language model: {error}") from error
     text = config.get_text_config()
     query = text.num_attention_heads
     return ModelShapes(
