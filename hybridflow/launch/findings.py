@@ -183,8 +183,13 @@ def _models(config: PPOConfig, plan: RunPlan) -> Iterator[Finding]:
         yield from _model_folder("critic.model.path", config.critic.model.path)
     if config.reward.reward_model.enable:
         yield from _model_folder("reward.reward_model.model.path", config.reward.reward_model.model.path)
-    if policy.model.lora_adapter_path is not None:
-        yield from _exists("actor_rollout_ref.model.lora_adapter_path", policy.model.lora_adapter_path)
+    adapter = policy.model.lora_adapter_path
+    if adapter is not None:
+        key = "actor_rollout_ref.model.lora_adapter_path"
+        yield from _exists(key, adapter)
+        if Path(adapter).exists() and not (Path(adapter) / "adapter_model.safetensors").is_file():
+            text = f"{adapter} holds no adapter_model.safetensors"
+            yield Finding(level="error", what=key, text=text, fix="Give the folder that PEFT's save_pretrained wrote.")
     if plan.model is not None:
         yield from _model_fits(config, plan.model)
 
@@ -298,7 +303,7 @@ def _files(config: PPOConfig) -> Iterator[Finding]:
 
 def _checkpoint(key: str, path: str) -> Iterator[Finding]:
     if not is_url(path):
-        yield from _exists(key, path)
+        yield from _local_checkpoint(key, path)
         return
     above, _, name = path.rstrip("/").rpartition("/")
     try:
@@ -309,6 +314,16 @@ def _checkpoint(key: str, path: str) -> Iterator[Finding]:
     if name not in held:
         fix = did_you_mean(name, list(held)) or f"Complete checkpoints there: {', '.join(sorted(held)) or 'none'}."
         yield Finding(level="error", what=key, text=f"{path} holds no complete checkpoint", fix=fix)
+
+
+def _local_checkpoint(key: str, path: str) -> Iterator[Finding]:
+    folder = Path(path)
+    if not folder.is_dir():
+        yield Finding(level="error", what=key, text=f"{path} does not exist", fix=similar(path))
+    elif not (folder / MANIFEST).is_file():
+        steps = sorted(folder.glob(f"global_step_*/{MANIFEST}"), key=lambda file: file.stat().st_mtime)
+        fix = f"Name one of the checkpoints in it: {steps[-1].parent}." if steps else "Name a global_step_N folder."
+        yield Finding(level="error", what=key, text=f"{path} is no checkpoint: it has no {MANIFEST}", fix=fix)
 
 
 def _exists(key: str, path: str) -> Iterator[Finding]:

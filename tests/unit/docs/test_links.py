@@ -43,7 +43,7 @@ def test_every_command_of_a_page_exists(page):
 
 def is_key(name: str) -> bool:
     """Whether a name is a key, a section, or the beginning of one that ends in a star or a placeholder."""
-    if answer(name) is not None or name.endswith(".py"):
+    if answer(name) is not None or name.endswith((".py", ".gz")):
         return True
     return any(leaf.startswith(name) for leaf in leaf_names(PPOConfig)) or name.startswith("trainer.pools.")
 

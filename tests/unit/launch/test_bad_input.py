@@ -499,6 +499,22 @@ def test_a_folder_that_is_no_model_is_an_error(tmp_path):
         judge(f"actor_rollout_ref.model.path={tmp_path}")
 
 
+def test_a_folder_that_is_no_checkpoint_is_an_error_that_names_those_in_it(tmp_path):
+    asked = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}"]
+    with pytest.raises(HybridFlowError, match=r"trainer\.resume_from_path: .*no manifest\.json\. Name a global_step_N"):
+        judge(*asked)
+    (tmp_path / "global_step_3").mkdir()
+    (tmp_path / "global_step_3" / "manifest.json").write_text("{}")
+    with pytest.raises(HybridFlowError, match=r"Name one of the checkpoints in it: .*global_step_3\."):
+        judge(*asked)
+    judge("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/global_step_3")
+
+
+def test_a_folder_without_adapter_is_an_error(tmp_path):
+    with pytest.raises(HybridFlowError, match=r"lora_adapter_path: .* holds no adapter_model\.safetensors"):
+        judge(f"actor_rollout_ref.model.lora_adapter_path={tmp_path}", "actor_rollout_ref.model.lora_rank=4")
+
+
 def test_an_output_folder_that_is_a_file_is_an_error(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(HybridFlowError, match=r"trainer\.default_local_dir"):
