@@ -37,10 +37,13 @@ DEFAULTS_NODE = "hybridflow_defaults"
 FLAGS = {"--dry-run": "++trainer.dry_run=True", "--strict": "++trainer.strict=True"}
 """Our own flags, as overrides."""
 HELP = """\
-usage: python -m hybridflow.COMMAND [KEY=VALUE ...] [--dry-run] [--strict] [--cfg job]
+usage: python -m hybridflow.{command} [KEY=VALUE ...] [--dry-run] [--strict] [--cfg job]
+
+{about}
 
   KEY=VALUE       any key of docs/reference/configuration.md; +KEY= and ++KEY= mean the same
-  preset=NAME     a ready-made algorithm of configs/preset
+  preset=NAME     an algorithm with the settings that belong to it:
+                  {presets}
   --dry-run       judge the configuration, print the plan, start nothing
   --strict        with --dry-run: fail for what this machine lacks, too
   --cfg job       print the composed configuration
@@ -58,7 +61,12 @@ _OFFERED_FLAGS = ("--dry-run", "--strict", "--cfg", "--resolve", "--config-dir",
 
 
 def compose_and_run(
-    kind: type, config_name: str, task: Callable[[dict[str, Any]], int], argv: Sequence[str] | None = None
+    kind: type,
+    config_name: str,
+    task: Callable[[dict[str, Any]], int],
+    argv: Sequence[str] | None = None,
+    *,
+    about: str = "",
 ) -> int:
     """The exit code of ``task``, called with the tree that Hydra composes from ``argv`` (None: this process's).
 
@@ -67,10 +75,12 @@ def compose_and_run(
         config_name: YAML of the command in ``configs/``.
         task: gets plain nested dicts; its ConfigError, DataError and MachineError are printed and become exit codes.
         argv: arguments without the program's name.
+        about: what the command does, for --help.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not {"--help", "-h"}.isdisjoint(arguments):
-        print(HELP)
+        presets = ", ".join(sorted(file.stem for file in (config_folder() / "preset").glob("*.yaml")))
+        print(HELP.format(command=Path(sys.argv[0]).stem, about=about, presets=presets))
         return OK
     if guarded(lambda: _judge(arguments)) != OK:
         return BAD_CONFIG

@@ -18,11 +18,14 @@ from hybridflow.topology.resources import MAIN_POOL
 from hybridflow.utils.optional import load
 
 RUN = "hybridflow.launch.build:run"
+ABOUT = """\
+Trains a language model by PPO, GRPO and their relatives. Without a setting: the built-in arithmetic job.
+With your own data: docs/guides/own_task.md. Scripts of verl's: docs/guides/coming_from.md."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of one run; ``argv``: arguments without the program's name."""
-    return compose_and_run(PPOConfig, "ppo_trainer", start, argv)
+    return compose_and_run(PPOConfig, "ppo_trainer", start, argv, about=ABOUT)
 
 
 def start(tree: dict[str, Any]) -> int:

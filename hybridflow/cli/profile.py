@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from hybridflow.cli.front import compose_and_run
 from hybridflow.cli.ppo import start_run
@@ -11,13 +12,20 @@ from hybridflow.config.checks import planned_steps
 from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig
 
+ABOUT = """\
+Runs main_ppo with the same settings, records step 2 (or profiler.steps=[N]) call by call, prints what its time and memory
+went to, and ends behind it. Outputs go to the run's folder with -profile behind its name."""
 USUAL_STEP = 2
 """Recorded when ``profiler.steps`` names none: the first step has what happens only once in it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of one run; ``argv``: arguments without the program's name."""
-    return compose_and_run(PPOConfig, "ppo_trainer", lambda tree: start_run(recorded(load_config(tree))), argv)
+
+    def task(tree: dict[str, Any]) -> int:
+        return start_run(recorded(load_config(tree)))
+
+    return compose_and_run(PPOConfig, "ppo_trainer", task, argv, about=ABOUT)
 
 
 def recorded(config: PPOConfig) -> PPOConfig:
