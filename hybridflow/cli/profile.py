@@ -13,8 +13,8 @@ from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig
 
 ABOUT = """\
-Runs main_ppo with the same settings, records step 2 (or profiler.steps=[N]) call by call, prints what its time and memory
-went to, and ends behind it. Outputs go to the run's folder with -profile behind its name."""
+Runs main_ppo with the same settings, records step 2 (or profiler.steps=[N]) call by call, prints where its time and
+memory went, and ends. Outputs go to the run's folder with -profile behind its name."""
 USUAL_STEP = 2
 """Recorded when ``profiler.steps`` names none: the first step has what happens only once in it."""
 
