@@ -13,6 +13,7 @@ step (launch/signals.py).
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,8 @@ _VALUED_FLAGS = frozenset(
     {"--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c"}
 )
 _HYDRA_FLAGS = _VALUED_FLAGS | {"--resolve", "--info", "-i", "--hydra-help", "--version", "--shell-completion", "-sc"}
+FULL_ERROR = "HYDRA_FULL_ERROR"
+CANNOT = "The configuration cannot work"
 _OFFERED_FLAGS = ("--dry-run", "--strict", "--cfg", "--resolve", "--config-dir", "--config-name", "--help")
 
 
@@ -86,20 +89,37 @@ def compose_and_run(
         return BAD_CONFIG
     ConfigStore.instance().store(name=DEFAULTS_NODE, node=defaults_tree(kind))
     outcome: list[int] = []
+    full = os.environ.get(FULL_ERROR)
 
     def judged(config: DictConfig) -> None:
+        _set_or_unset(FULL_ERROR, full)
         outcome.append(FAILED)  # what an error leaves that is nobody's fault but ours: Hydra shows its traceback
         outcome.append(guarded(lambda: task(to_tree(config))))
 
     before, sys.argv = sys.argv, [sys.argv[0], *rewrite(arguments)]
+    os.environ[FULL_ERROR] = "1"  # while Hydra composes: it hands errors to us in place of printing them
     try:
         hydra.main(version_base="1.3", config_path=config_location(), config_name=config_name)(judged)()
     except SystemExit as end:
         if end.code not in (0, None) and not outcome:
             return BAD_CONFIG  # Hydra has said why
+    except (HydraException, OmegaConfBaseException) as error:
+        if outcome:
+            raise
+        report(ConfigError(str(error).strip().partition("\n\n")[0]), CANNOT)
+        return BAD_CONFIG
     finally:
         sys.argv = before
+        _set_or_unset(FULL_ERROR, full)
     return outcome[-1] if outcome else OK  # no outcome: Hydra only showed something (--cfg, --help)
+
+
+def _set_or_unset(name: str, value: str | None) -> None:
+    """Gives a variable of this process back its value."""
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _judge(arguments: Sequence[str]) -> int:
@@ -145,6 +165,9 @@ def _assignment(argument: str, parser: OverridesParser) -> Iterator[Problem]:
     if not all(key.split(".")):
         yield Problem(key=key, text="no such key: a part between two dots is empty", fix="Write section.key=VALUE.")
         return
+    if key in config_groups():
+        yield from _choice(key, value)
+        return
     quoted = "TEXT" if {"'", '"'} & set(value) else value
     fix = f"""Write a list as '{key}=[a,b]', and a text with such signs in quotes of its own: '{key}="{quoted}"'."""
     try:
@@ -159,6 +182,16 @@ def _assignment(argument: str, parser: OverridesParser) -> Iterator[Problem]:
         yield Problem(key=key, given=value, text="several values without brackets", fix=fix)
 
 
+def _choice(group: str, value: str) -> Iterator[Problem]:
+    """What is wrong with the choice from a group of ``configs/``; a list takes several, the later win."""
+    known = sorted(file.stem for file in (config_folder() / group).glob("*.yaml"))
+    for name in value.strip("[]").split(","):
+        if name.strip() not in known:
+            yield Problem(
+                key=group, given=value, text=f"must be one of {', '.join(known)}", fix=did_you_mean(name, known)
+            )
+
+
 def _in_quotes(value: str) -> str:
     """``value``, in quotes where it is a path in the home folder: Hydra knows no ``~`` in a bare word."""
     return f'"{value}"' if value.startswith("~/") and '"' not in value else value
@@ -169,7 +202,7 @@ def guarded(task: Callable[[], int]) -> int:
     try:
         return task()
     except (ConfigError, DataError) as error:
-        report(error, "The configuration cannot work" if isinstance(error, ConfigError) else "The data cannot be used")
+        report(error, CANNOT if isinstance(error, ConfigError) else "The data cannot be used")
         return BAD_CONFIG
     except MachineError as error:
         report(error, "This machine cannot run it")
@@ -207,8 +240,15 @@ def to_tree(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         key, said = getattr(error, "full_key", None) or "configuration", str(error).splitlines()[0].rstrip(".")
         missing = re.match(r"Interpolation key '(\w+)' not found", said)
-        fix = f"An environment variable is ${{oc.env:{missing[1]}}}." if missing and missing[1].isupper() else ""
-        fix = fix or "Write ${key.of.the.tree} or the value itself."
+        unset = re.search(r"Environment variable '(\w+)' not found", said)
+        fix = "Write ${key.of.the.tree} or the value itself."
+        if unset:
+            said, fix = (
+                f"the environment variable {unset[1]} is not set",
+                f"Set it, or write ${{oc.env:{unset[1]},DEFAULT}}.",
+            )
+        elif missing and missing[1].isupper():
+            fix = f"An environment variable is ${{oc.env:{missing[1]}}}."
         raise ConfigError(f"{key}: {said}. {fix}") from error
     if not isinstance(tree, dict):
         raise ConfigError("the composed configuration is no mapping")

@@ -209,7 +209,7 @@ def _batch_sizes(config: PPOConfig) -> Iterator[Problem]:
     ):
         limit = data.train_max_samples if kind == "train" else data.val_max_samples
         rows = min(rows * len(files), limit) if limit > 0 else rows * len(files)
-        generated = all(is_generated(file) for file in files)
+        generated = bool(files) and all(is_generated(file) for file in files)
         if kind == "train" and generated and rows < data.train_batch_size:
             text = f"one step takes data.train_batch_size={data.train_batch_size} prompts, and {rows} are generated"
             fix = f"Set data.generated_size={data.train_batch_size} or more."
@@ -455,7 +455,7 @@ def planned_steps(config: PPOConfig) -> int | None:
     data, trainer = config.data, config.trainer
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
-    if not all(is_generated(source) for source in data.train_files):
+    if not data.train_files or not all(is_generated(source) for source in data.train_files):
         return None
     rows = data.generated_size * len(data.train_files)
     rows = min(rows, data.train_max_samples) if data.train_max_samples > 0 else rows

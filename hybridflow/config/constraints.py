@@ -51,6 +51,8 @@ class Within:
         bound = self.low if self.low is not None else self.above
         if bound is not None and value < bound and self.low is not None:
             return f"Use {self.low:g} or more."
+        if self.above is not None and value <= self.above:
+            return f"Use more than {self.above:g}."
         return f"Use {self.high:g} or less." if self.high is not None and value > self.high else ""
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from hybridflow.config.choices import TRUNCATIONS
-from hybridflow.config.constraints import CountOrAll, OneOf, Only, PositiveInt, Section
+from hybridflow.config.constraints import CountOrAll, OneOf, Only, PositiveInt, Section, check_fields
+from hybridflow.config.problems import Problem
 
 BUILTIN_TASK = "builtin:arithmetic"
 
@@ -70,3 +71,11 @@ class DataConfig(Section):
     """Rows drawn for a generated validation source (held out from training)."""
     custom_cls: CustomClassConfig = field(default_factory=CustomClassConfig)
     """The user's own dataset class."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._faults())
+
+    def _faults(self) -> Iterator[Problem]:
+        if self.custom_cls.name is not None and self.custom_cls.path is None:
+            fix = "Set data.custom_cls.path=FILE.py, or remove it."
+            yield Problem(key="custom_cls.name", given=self.custom_cls.name, text="is not read without a file", fix=fix)

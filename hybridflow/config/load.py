@@ -170,7 +170,8 @@ def nearest_key(path: str, name: str, siblings: list[str], names: list[str]) -> 
     same = [key for key in names if key.rpartition(".")[2] == last]
     if same:
         return nearest(path, same, cutoff=0.0)
-    return nearest(path, names, cutoff=0.8)
+    whole = nearest(path, names, cutoff=0.8)  # most of it may be the way there, so its end must be alike, too
+    return whole if whole is not None and nearest(last, [whole.rpartition(".")[2]]) else None
 
 
 def _bool(value: Any) -> Any:
@@ -218,6 +219,10 @@ def _is_exactly(hint: Any, value: Any) -> bool:
 
 
 def _type_advice(hint: Any, value: Any) -> str:
+    if value is None:
+        return "Remove the key for its default."
+    if isinstance(value, list) and len(value) == 1:
+        return f"Write {show(value[0])}, without brackets."
     if value == "":
         return "It is empty: a variable of the shell may not be set. Write null for 'not set', where the key allows it."
     if isinstance(value, str) and value.lower() in ("none", "null"):

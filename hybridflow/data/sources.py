@@ -227,7 +227,8 @@ def _judge_message(message: Mapping[str, Any], where: str) -> None:
     if isinstance(content, Sequence) and not isinstance(content, str):
         kinds = {part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content}
         if kinds != {"text"}:
-            raise DataError(f"{where}: models and prompts are text only, content has {', '.join(map(str, kinds))}")
+            others = ", ".join(sorted(map(str, kinds - {"text"}))) or "nothing"
+            raise DataError(f"{where}: models and prompts are text only, content has {others}")
     elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise DataError(f"{where}: content is a text, got {_short(content)}")
 

@@ -66,7 +66,7 @@ def _generated(config: PPOConfig, source: str, key: str, held_out: bool) -> Find
 def _read(config: PPOConfig, source: str, key: str, held_out: bool) -> tuple[Finding, list[PromptRow]]:
     file = Path(source).expanduser()
     if not file.is_file():
-        text = f"{source} is a folder" if file.is_dir() else f"{source} does not exist"
+        text = f"{source} is no file" if file.exists() else f"{source} does not exist"
         fix = f"{similar(source)} A file, builtin:arithmetic or reasoning_gym:TASK is expected."
         return Finding(level="error", what=key, text=text, fix=fix), []
     if file.suffix not in READERS:
@@ -79,7 +79,7 @@ def _read(config: PPOConfig, source: str, key: str, held_out: bool) -> tuple[Fin
         limit = _judged(config)
         rows = read_sources((source,), config.data, seed=0, held_out=held_out, limit=limit)
     except (DataError, OSError, ValueError) as error:
-        named = "column" in str(error)
+        named = "has no column" in str(error)
         fix = "data.prompt_key and data.reward_fn_key name the columns." if named else "Correct the file."
         return Finding(level="error", what=key, text=str(error).rstrip("."), fix=fix), []
     if not rows:
@@ -138,8 +138,9 @@ def _scorers(config: PPOConfig, key: str, rows: Sequence[PromptRow]) -> Iterator
         try:
             find_scorer(name)
         except ConfigError as error:
-            fix = "Set reward.custom_reward_function.path."
-            yield Finding(level="error", what="reward.custom_reward_function.path", text=f"{key}: {error}", fix=fix)
+            text = f"{key}: {str(error).partition(';')[0]}"
+            fix = "Set reward.custom_reward_function.path=FILE.py."
+            yield Finding(level="error", what="reward.custom_reward_function.path", text=text, fix=fix)
 
 
 def _chats(config: PPOConfig, key: str, rows: Sequence[PromptRow]) -> Iterator[Finding]:

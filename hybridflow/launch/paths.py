@@ -17,4 +17,6 @@ def similar(path: str) -> str:
     if not given.parent.is_dir():
         return f"There is no folder {given.parent} either."
     close = nearest(given.name, [entry.name for entry in given.parent.iterdir()])
-    return f"Did you mean {given.parent / close}?" if close else f"Looked from {Path.cwd()}."
+    if close:
+        return f"Did you mean {given.parent / close}?"
+    return f"{given.parent} has nothing like it." if given.is_absolute() else f"Looked from {Path.cwd()}."

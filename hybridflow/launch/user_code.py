@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -52,7 +53,8 @@ def _in_file(key: str, own: CustomClassConfig, positional: int, keywords: Sequen
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as error:
-        text = f"{own.path} line {error.lineno}: {error.msg}"
+        line = f" line {error.lineno}" if error.lineno else ""
+        text = f"{own.path}{line}: {error.msg}"
         yield Finding(level="error", what=f"{key}.path", text=text, fix="Correct the file.")
         return
     except (ValueError, OSError) as error:
@@ -99,6 +101,8 @@ def _by_dotted_path(key: str, target: str) -> Iterator[Finding]:
 
 def _source(module: str) -> Path | None:
     """The file of a module that is not imported (a folder for a namespace package); None: there is none."""
+    if module in sys.modules:  # os.path, or what is imported already
+        return Path()
     head, *rest = module.split(".")
     spec = importlib.util.find_spec(head)
     if spec is None:
@@ -118,19 +122,26 @@ def _source(module: str) -> Path | None:
 def _names(tree: ast.Module) -> dict[str, ast.AST]:
     """Names that a module binds at its top level and by what, also under ``if`` and ``try``; ``*``: others, too."""
     names: dict[str, ast.AST] = {}
-    nodes: list[ast.AST] = list(tree.body)
-    for node in nodes:  # grows while it is read
-        if isinstance(node, Definition):
-            names[node.name if node.name != "__getattr__" else "*"] = node
-        elif isinstance(node, ast.Assign):
-            names |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names[node.target.id] = node
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {(alias.asname or alias.name).partition(".")[0]: node for alias in node.names}
-        elif isinstance(node, (ast.If, ast.Try, ast.With)):
-            nodes += [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
+    for node in tree.body:
+        if isinstance(node, (ast.If, ast.Try, ast.With)):  # one of several: the compound stands for what is not known
+            inside = [child for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
+            names |= dict.fromkeys((name for child in inside for name in _bound(child)), node)
+        else:
+            names |= dict.fromkeys(_bound(node), node)
     return names
+
+
+def _bound(node: ast.stmt) -> list[str]:
+    """Names that one statement binds."""
+    if isinstance(node, Definition):
+        return [node.name if node.name != "__getattr__" else "*"]
+    if isinstance(node, ast.Assign):
+        return [target.id for target in node.targets if isinstance(target, ast.Name)]
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [node.target.id]
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+    return []
 
 
 def _refusal(node: ast.AST | None, positional: int, keywords: Sequence[str]) -> str | None:

@@ -146,13 +146,19 @@ def test_the_exit_code_of_the_task_is_kept():
         (["--multirun"], ["sweeps are not supported", "shell loop"]),
         (["-x"], ["no such option", "--help shows the options"]),
         (["foo=[", "--dryrun"], ["a bracket has no partner", "Did you mean --dry-run?"]),
-        (["preset=nope"], ["nope"]),
+        (["preset=gropo"], ["preset=gropo", "one of dapo, dr_grpo, grpo", "Did you mean grpo?"]),
+        (["preset=null"], ["preset=null", "one of dapo"]),
+        (["trainer.logger={console:1}"], ["trainer.logger"]),
+        (["~data.not_there"], ["'data.not_there' does not exist"]),
+        (["--config-name", "nope"], ["Cannot find primary config 'nope'"]),
+        (["data.train_files=${oc.env:NO_SUCH_VARIABLE}"], ["data.train_files", "NO_SUCH_VARIABLE is not set"]),
     ],
 )
 def test_a_broken_command_line_is_a_configuration_error_that_says_what_to_write(arguments, words, capsys):
     assert compose_and_run(PPOConfig, "ppo_trainer", lambda tree: OK, arguments) == BAD_CONFIG
     shown = capsys.readouterr().err
     assert [word for word in words if word not in shown] == []
+    assert "Traceback" not in shown and "HYDRA_FULL_ERROR" not in shown
 
 
 def test_the_home_folder_is_meant_by_a_tilde(monkeypatch):

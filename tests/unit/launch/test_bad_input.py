@@ -151,9 +151,9 @@ BAD = [
     ([f"{ACTOR}.checkpoint.save_contents=[modle]"], f"{ACTOR}.checkpoint.save_contents=modle", "Did you mean model?"),
     ([f"{ROLLOUT}.n=0"], f"{ROLLOUT}.n=0", "Use 1 or more"),
     ([f"{ROLLOUT}.n=two"], f"{ROLLOUT}.n=two", "must be an integer"),
-    ([f"{ROLLOUT}.n=[8]"], f"{ROLLOUT}.n=[8]", "must be an integer"),
+    ([f"{ROLLOUT}.n=[8]"], f"{ROLLOUT}.n=[8]", "Write 8, without brackets"),
     ([f"{ROLLOUT}.n=8.5"], f"{ROLLOUT}.n=8.5", "Use 8 or 9"),
-    ([f"{ROLLOUT}.n=null"], f"{ROLLOUT}.n=null", "must be an integer"),
+    ([f"{ROLLOUT}.n=null"], f"{ROLLOUT}.n=null", "Remove the key for its default"),
     ([f"{ROLLOUT}.n={{a: 1}}"], f"{ROLLOUT}.n={{a:1}}", "must be an integer"),
     (["data.train_batch_size=-64"], "data.train_batch_size=-64", "Use 1 or more"),
     (["data.train_batch_size=true"], "data.train_batch_size=True", "must be an integer"),
@@ -172,6 +172,10 @@ BAD = [
     ([f"{ACTOR}.policy_loss.loss_mode=json.decoder:JSONDecodr"], f"{ACTOR}.policy_loss.loss_mode",
      "Did you mean JSONDecoder?"),
     (["trainer.pools.x=rollout"], "trainer.pools.x=rollout", "is a section"),
+    (["data.custom_cls.name=Rows"], "data.custom_cls.name=Rows", "Set data.custom_cls.path=FILE.py"),
+    (["data.train_files=[]"], "data.train_files=[]", "Name a file"),
+    (["reward.timeout_s=-1"], "reward.timeout_s=-1.0", "Use more than 0"),
+    ([f"{ROLLOUT}.foo.bar=3"], f"{ROLLOUT}.foo.bar: no such key", f"Keys of {ROLLOUT}: "),
 ]  # fmt: skip
 
 
@@ -358,12 +362,12 @@ SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info{}
         ("def compute_scores():\n    pass\n", "Did you mean compute_scores?"),
         ("def compute_score(:\n", "line 1"),
         ("", "defines nothing"),
-        ("compute_score = 3\n", "is compute_score = 3, which cannot be called"),
+        ("compute_score = 3\n", "is 3, which cannot be called"),
         ("def compute_score(completions, **kwargs):\n    pass\n", "takes (completions, **kwargs) and is called with"),
         ("def compute_score(solution, truth):\n    pass\n", "Give it these arguments: data_source, solution_str"),
         ("def compute_score(data_source, solution_str, ground_truth):\n    pass\n", "extra_info="),
         (SCORE.format(", weight"), "takes (data_source, solution_str, ground_truth, extra_info, weight)"),
-        ("# caf\xe9\n", "utf-8"),
+        ("def compute_score():\n    \0\n", "null bytes"),
     ],
 )
 def test_a_reward_file_without_a_function_that_can_be_called_is_an_error(tmp_path, code, words):
