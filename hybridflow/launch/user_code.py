@@ -101,8 +101,6 @@ def _by_dotted_path(key: str, target: str) -> Iterator[Finding]:
 
 def _source(module: str) -> Path | None:
     """The file of a module that is not imported (a folder for a namespace package); None: there is none."""
-    if module in sys.modules:  # os.path, or what is imported already
-        return Path()
     head, *rest = module.split(".")
     spec = importlib.util.find_spec(head)
     if spec is None:
@@ -113,7 +111,7 @@ def _source(module: str) -> Path | None:
         files = [file for place in places for file in sorted(place.glob(f"{part}.*")) if file.suffix in (".py", ".so")]
         folders = [place / part for place in places if (place / part).is_dir()]
         if not files and not folders:
-            return None
+            return Path() if module in sys.modules else None  # os.path has no file of its name
         inside = [folder / "__init__.py" for folder in folders if (folder / "__init__.py").is_file()]
         found, places = (inside or files or folders)[0], folders
     return found

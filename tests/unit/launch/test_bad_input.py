@@ -320,7 +320,7 @@ def test_a_file_of_another_form_says_which_is_expected(tmp_path, name, content, 
 
 
 def test_a_folder_in_place_of_a_file_is_an_error(tmp_path):
-    with pytest.raises(HybridFlowError, match=r"data\.train_files: .* is a folder\. .*name a file in it"):
+    with pytest.raises(HybridFlowError, match=r"data\.train_files: .* is no file\. .*name a file in it"):
         judge(f"data.train_files={tmp_path}")
     with pytest.raises(HybridFlowError, match=r"reward\.custom_reward_function\.path: .* is no file"):
         judge(f"reward.custom_reward_function.path={tmp_path}")
