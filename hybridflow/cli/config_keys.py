@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for key in arguments.keys:
         found = answer(key)
         unknown += found is None
-        print(f"{key}: {found if found is not None else _unknown(key)}")
+        print(f"{key}: {_cell(str(found)) + _type_of(key) if found is not None else _unknown(key)}")
     return 1 if unknown else 0
 
 
@@ -127,6 +127,14 @@ def metrics_page() -> str:
         lines += [f"\n## {title}\n", "| name | unit | meaning | computed in |", "|---|---|---|---|"]
         lines += [f"| `{m.name}` | {m.unit} | {_cell(m.meaning)} | `{m.source}` |" for m in section]
     return "\n".join(lines) + "\n"
+
+
+def _type_of(key: str) -> str:
+    """Type, limits and default of a key of ours, in brackets."""
+    leaf = next((leaf for leaf in leaves(PPOConfig) if leaf.key == key), None)
+    if leaf is None:
+        return ""
+    return f" ({leaf.type + (f'; {leaf.allowed}' if leaf.allowed else '')}; default {leaf.default})"
 
 
 def _cell(text: str) -> str:

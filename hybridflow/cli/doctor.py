@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ MEMORY_FAIL_GIB, MEMORY_WARN_GIB = 2.0, 4.0
 SHARED_MEMORY_WARN_GIB = 1.0
 """Ray's object store and the rollout ranks' messages live in shared memory; a container's default is 64 MiB."""
 CLUSTER = "hybridflow.cli.cluster_doctor:main"
+LINE = 120
+"""Characters of a line."""
 INSTALL = "run: bash scripts/install.sh"
 
 
@@ -300,7 +303,8 @@ def examine(checks: Sequence[Callable[[], Finding]]) -> int:
     for check in checks:
         finding = check()
         failed += finding.status == "fail"
-        print(f"{finding.status:<5}{finding.name:<15}{finding.detail}", flush=True)
+        detail = textwrap.wrap(finding.detail, LINE - 20, break_long_words=False, break_on_hyphens=False) or [""]
+        print(f"{finding.status:<5}{finding.name:<15}" + f"\n{'':<20}".join(detail), flush=True)
         if finding.fix is not None:
             print(f"{'':<20}-> {finding.fix}", flush=True)
     print(

@@ -146,7 +146,9 @@ def _chosen(panel: Panel, series: Series) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draws and says where the picture is; exit code 2 when a folder has no metrics."""
-    parser = argparse.ArgumentParser(prog="python -m hybridflow.report", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridflow.report", description="Draws the curves of one or more runs."
+    )
     parser.add_argument("folders", nargs="+", type=Path, help="output folders of runs")
     parser.add_argument("--out", type=Path, help="picture to write; default: report.png in the first folder")
     parsed = parser.parse_args(arguments)

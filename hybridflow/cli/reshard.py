@@ -1,4 +1,4 @@
-"""``python -m hybridflow.reshard``: what a change from a training layout to a generation layout costs, without weights.
+"""What a change from a training layout to a generation layout costs: who sends which bytes to whom, without weights.
 
 python -m hybridflow.reshard --model qwen2.5-7b --train dp_shard=8 --rollout tp=2
 python -m hybridflow.reshard --model FOLDER --train dp_shard=512 tp=2 --rollout tp=4 --ranks-per-node 8

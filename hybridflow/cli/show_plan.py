@@ -116,7 +116,7 @@ def memory_table(plan: RunPlan) -> Table:
     for line in plan.memory:
         table.add_row(line.role, line.pool, "", _parts(line.resident))
         for phase, parts in line.phases.items():
-            table.add_row("", "", phase, _parts(parts))
+            table.add_row("", "", phase, _parts(parts) or "nothing more")
     for pool in plan.pools:
         total = plan.memory_per_device(pool.pool.name)
         if total:

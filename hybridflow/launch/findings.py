@@ -78,7 +78,7 @@ def _devices(config: PPOConfig, plan: RunPlan, machine: Machine) -> Iterator[Fin
         text = f"{asked} devices are asked of a Ray cluster that is judged when it is joined"
         yield Finding(level="ok", what=key, text=text)
     elif plan.device == "cpu":
-        text = f"{asked} logical slots on {machine.cores} CPU cores"
+        text = f"{asked} logical slot{'s' * (asked > 1)} on {machine.cores} CPU core{'s' * (machine.cores > 1)}"
         if asked > machine.cores:
             yield Finding(level="warning", what=key, text=text, fix="It works, and slots take turns on the cores.")
         else:

@@ -68,6 +68,7 @@ def start_ray(ray_init: Mapping[str, Any] | None = None) -> Cluster:
     before = set(health.descendants([os.getpid()]))
     try:
         if address and address != "local":
+            logging.getLogger(maybe_enable_token_auth_if_token_available.__module__).setLevel(logging.ERROR)
             maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # a head does so, a driver does not
             ray.init(address=address, **{**quiet, **wanted})
             return Cluster(owned=False)
