@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Replays the update in the folder given and prints what was found."""
     parser = argparse.ArgumentParser(
         prog="python -m hybridflow.replay",
-        description="Runs one update again whose loss or gradient was not finite, and says why: rows, columns, operations.",
+        description="Runs one update again whose loss or gradient was not finite, and says why.",
     )
     parser.add_argument("folder", type=Path, help="a folder below bad_updates/ of a run")
     parser.add_argument("--model", help="folder of the model, where it lies elsewhere than in the run")

@@ -174,7 +174,8 @@ def _notes(config: PPOConfig, device: Device) -> tuple[str, ...]:
         )
     if estimator in ("gae", "remax", "reinforce_plus_plus") and rollout.n > 1:
         found.append(
-            f"actor_rollout_ref.rollout.n={rollout.n} (verl's default is 1): {estimator} needs no more than one sample per prompt"
+            f"actor_rollout_ref.rollout.n={rollout.n} (verl's default is 1): {estimator} needs no more than one sample "
+            "per prompt"
         )
     if rollout.mode == "async":
         found.append(

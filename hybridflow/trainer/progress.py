@@ -50,16 +50,14 @@ class ConsoleTracker:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Prints what is there: the training step, the validation, or both."""
+        line = self._step_line(metrics)
+        if line and self._console.is_terminal:
+            self._live(step, line)
+        elif line:
+            self._print(f"step {step}/{self._total}  {line}")
         validation = {name: value for name, value in metrics.items() if name.startswith(_VALIDATION)}
         if validation:
             self._print(f"validation at step {step}: {_pairs(validation)}")
-        line = self._step_line(metrics)
-        if not line:
-            return
-        if self._console.is_terminal:
-            self._live(step, line)
-        else:
-            self._print(f"step {step}/{self._total}  {line}")
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Prints prompt, response and score of each."""
