@@ -21,9 +21,6 @@ from hybridflow.engines.train.base import MicroBatching
 from hybridflow.engines.train.fsdp import FSDPEngine
 from hybridflow.topology.parallel import ParallelDims
 
-VOCABULARY = 40_000
-"""Ids are drawn below this."""
-
 
 def main() -> None:
     """Prints one line per kind of rows and schedule."""
@@ -47,10 +44,12 @@ def main() -> None:
         )
         for name in PIPELINE_SCHEDULES
     }
+    shapes = engines["1f1b"].parameter_shapes()
+    vocabulary = next(shape[0] for name, shape in shapes.items() if "embed" in name)
     lengths = {"skewed": skewed_lengths(given.rows, given.longest)}
     lengths["even"] = [sum(lengths["skewed"]) // given.rows] * given.rows
     for kind, drawn in lengths.items():
-        rows = make_rows(drawn, VOCABULARY)
+        rows = make_rows(drawn, vocabulary)
         for cut in (MicroBatching(max_tokens=given.budget), MicroBatching(max_rows=1)):
             compare(kind, engines, rows, cut, given.repeat)
     dist.destroy_process_group()
