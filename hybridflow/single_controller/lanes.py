@@ -158,6 +158,7 @@ class LaneGroup:
         self._wait_lock = threading.RLock()
         self._broken: Exception | None = None
         self._ended = False
+        self._unanswered: str | None = None
         self._counted = 0
         self._fetched = Fetched()
         self._pace = Pace()
@@ -252,10 +253,9 @@ class LaneGroup:
         return self._death_text(next(iter(deaths.values())), "between calls")
 
     def first_loss(self) -> str | None:
-        """The same, or the deadline that a rank which had started has let pass: the group can do nothing more."""
+        """The same, or the call that a rank which had started did not answer: the group can do nothing more."""
         death = self.first_death()
-        hangs = not self._ended and self._start.error is None and isinstance(self._broken, DeadlineError)
-        return str(self._broken) if death is None and hangs else death
+        return self._unanswered if death is None and not self._ended and self._start.error is None else death
 
     def settle(self, submission: Submission) -> None:
         """Waits until a call, and every earlier one, has its answers or its error."""
@@ -305,6 +305,7 @@ class LaneGroup:
                 break
             if left_s <= 0:
                 self._broken = call.error = DeadlineError(self._deadline_text(call))
+                self._unanswered = str(call.error)
                 return
             if now >= stall_at:
                 stall_at = float("inf")
@@ -328,6 +329,7 @@ class LaneGroup:
         call.error.__cause__ = _original(first)
         if call.missing or any(failure.died for failure in call.failures):
             self._broken = call.error
+            self._unanswered = str(call.error)
 
     def _because(self, text: str) -> Exception:
         """An error that follows from the one that broke the group, of its kind."""

@@ -101,6 +101,7 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named_when_its_deadline_pa
         assert time.monotonic() - begun < 10
         text = str(got.value)
         assert "role 'echo', rank 0 of 2" in text and "meet raised" in text and "did not answer: rank 1 of 2" in text
+        assert group.first_loss() == text and group.first_death() is None, "a replica of a generator would be replaced"
         assert "in meet" in (tmp_path / "stacks_local_rank1.txt").read_text()
         assert (tmp_path / "stacks_local_rank0.txt").exists() and (tmp_path / "stacks_driver.txt").exists()
     finally:
