@@ -329,7 +329,8 @@ class LaneGroup:
         call.error.__cause__ = _original(first)
         if call.missing or any(failure.died for failure in call.failures):
             self._broken = call.error
-            self._unanswered = str(call.error)
+            if isinstance(call.error, (LostError, DeadlineError)):  # and nothing that its code has raised
+                self._unanswered = str(call.error)
 
     def _because(self, text: str) -> Exception:
         """An error that follows from the one that broke the group, of its kind."""
