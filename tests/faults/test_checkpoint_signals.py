@@ -85,10 +85,10 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on_later(tmp_path, numbe
 def test_a_second_signal_leaves_at_once_and_ends_every_process(tmp_path, number):
     """SIGINT to the whole group, as somebody does who presses Ctrl-C twice."""
     send = os.killpg if number == signal.SIGINT else os.kill
-    job = start_job(tmp_path, SLOW)
+    marker = tmp_path / "scoring"
+    job = start_job(tmp_path, SLOW | {"reward.custom_reward_function.reward_kwargs": {"marker": marker}})
     try:
-        wait_until(lambda: len(_ranks(job.pid)) >= 2 and (tmp_path / "resolved_config.yaml").exists(), job)
-        time.sleep(10.0)  # the ranks stand and score their first batch, which takes for ever
+        wait_until(marker.exists, job)  # the ranks score their first batch, which takes for ever
         started = health.descendants([job.pid])
         send(job.pid, number)
         time.sleep(1.0)
@@ -115,7 +115,3 @@ def test_a_signal_during_the_start_ends_what_has_started(tmp_path):
         assert health.wait_gone(started, timeout_s=5.0) == []
     finally:
         health.kill([job.pid, *health.descendants([job.pid])])
-
-
-def _ranks(pid: int) -> list[int]:
-    return health.descendants([pid])
