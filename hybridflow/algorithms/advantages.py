@@ -190,8 +190,8 @@ def remax(
 ) -> Credit:
     """Rewards to go minus the score of the prompt's greedy response (arXiv:2310.10505).
 
-    Needs ``baseline_score``, one number per row: a greedy pass per prompt, handed to its samples by group. A row whose
-    baseline is not finite (its greedy response failed) has advantage 0.
+    Needs ``baseline_score``, one number per row, shaped as scores are: a greedy pass per prompt, handed to its samples
+    by group. A row whose baseline is not finite (its greedy response failed) has advantage 0.
     """
     returns = rewards_to_go(token_rewards=token_rewards, mask=mask, gamma=config.gamma)
     usable = mask & baseline_score.isfinite()[:, None]
@@ -232,7 +232,7 @@ def gpg(
     groups = Groups.of(group_id, mask.any(dim=1))
     scores = outcome(token_rewards, mask)
     telling = groups.present & groups.has_spread(scores)[groups.index]
-    factor = groups.present.sum() / telling.sum().clamp(min=1)
+    factor = groups.present.sum().double() / telling.sum().clamp(min=1)
     return _over_tokens(groups.centred(scores) * factor, mask, token_rewards)
 
 
@@ -259,8 +259,9 @@ def gdpo(
         raise ConfigError(
             f"gdpo needs algorithm.gdpo_reward_keys and as many gdpo_reward_weights (or none), got {keys} and {weights}"
         )
-    components = reward_components(reward_info=reward_info, keys=keys).to(token_rewards.device)
-    groups = Groups.of(group_id, mask.any(dim=1) & components.isfinite().all(dim=1))
+    present = mask.any(dim=1)
+    components = reward_components(reward_info=reward_info, keys=keys, scored=present).to(token_rewards.device)
+    groups = Groups.of(group_id, present & components.isfinite().all(dim=1))
     total = torch.zeros(len(components), dtype=torch.float64, device=components.device)
     for column, weight in enumerate(weights):
         values = components[:, column]
@@ -296,7 +297,7 @@ ADVANTAGES: dict[str, Estimator] = {
 }
 NEEDS: dict[str, frozenset[str]] = {name: frozenset() for name in ADVANTAGES} | {
     "gae": frozenset({"values"}),
-    "remax": frozenset({"baseline_score"}),
+    "remax": frozenset({"baseline_score", "baseline_length"}),
     "gdpo": frozenset({"reward_info"}),
     "optimal_token_baseline": frozenset({"old_log_probs", "old_sum_pi_squared"}),
     "tir_optimal_token_baseline": frozenset({"old_log_probs", "old_sum_pi_squared"}),

@@ -251,7 +251,7 @@ def mismatch_metrics(
     """How far the sampler is from the trainer, before any correction; empty without trainable tokens.
 
     kl and k3_kl estimate KL(rollout || old) in nats per token; chi2 is ``mean ratio^2 - 1`` over tokens and over rows;
-    ppl is ``exp`` of the mean negative log-prob of a row, averaged over rows.
+    ppl is ``exp`` of the mean negative log-prob of a row, averaged over rows; log_ppl_diff is trainer minus sampler.
     """
     if not bool(mask.any()):
         return {"rollout_corr/abs_log_ratio": 0.0}
@@ -269,8 +269,8 @@ def mismatch_metrics(
         "chi2_seq": masked_mean((2 * total).exp(), rows) - 1,
         "training_ppl": masked_mean(training.exp(), rows),
         "rollout_ppl": masked_mean(sampled.exp(), rows),
-        "log_ppl_diff": masked_mean(sampled - training, rows),
-        "log_ppl_abs_diff": masked_mean((sampled - training).abs(), rows),
+        "log_ppl_diff": masked_mean(training - sampled, rows),
+        "log_ppl_abs_diff": masked_mean((training - sampled).abs(), rows),
     }
     return {f"rollout_corr/{name}": float(value) for name, value in values.items()}
 

@@ -8,6 +8,8 @@ A pure function over all rows of a step; statistics over groups and over the bat
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -90,7 +92,7 @@ def assign_credit(
     if correction.weights is not None:
         added["correction_weights"] = correction.weights
 
-    shaped, shaping_metrics = _shaped(batch, score, mask, max_response_length, config, overlong, normalizer)
+    shaped, baseline, shaping_metrics = _shaped(batch, score, mask, max_response_length, config, overlong, normalizer)
     token_rewards = place_scores(scores=shaped.float(), mask=mask)
     if config.use_kl_in_reward:
         token_rewards, kl_metrics = _with_kl(batch, token_rewards, mask, config.kl_penalty, kl_coef)
@@ -98,7 +100,7 @@ def assign_credit(
     added["token_rewards"] = token_rewards
 
     known = batch.with_columns(**added).columns()
-    others = {name: value for name, value in known.items() if name not in _PASSED_BY_NAME}
+    others = {name: value for name, value in known.items() if name not in _PASSED_BY_NAME} | baseline
     advantages, returns = resolve(config.adv_estimator)(
         token_rewards=token_rewards, mask=mask, group_id=batch["group_id"], config=config, **others
     )
@@ -145,19 +147,23 @@ def _shaped(
     config: AlgorithmConfig,
     overlong: OverlongConfig,
     normalizer: RewardNormalizer | None,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, dict[str, Tensor], Metrics]:
+    """Shaped scores; the greedy responses' scores (where there are any) shaped alike, or they would be no baseline."""
     present, length = mask.any(dim=1), batch["response_length"]
     score = keep(score, present)
     if config.reward_shaping.normalize and normalizer is not None:
         normalizer.update(score, present)
-    shaped = shape_scores(
-        score=score,
-        response_length=length,
+    shape = partial(
+        shape_scores,
         max_response_length=max_response_length,
         shaping=config.reward_shaping,
         overlong=overlong,
         normalizer=normalizer,
     )
+    shaped, baseline = shape(score=score, response_length=length), {}
+    if "baseline_score" in batch:
+        greedy = shape(score=batch["baseline_score"], response_length=batch["baseline_length"])
+        baseline = {"baseline_score": greedy}
     metrics: Metrics = {}
     if overlong.enable and overlong.log:
         penalty = overlong_penalty(response_length=length, max_response_length=max_response_length, config=overlong)
@@ -165,7 +171,7 @@ def _shaped(
         metrics["reward/overlong_share"] = float(masked_mean((penalty < 0).double(), present))
     if normalizer is not None and config.reward_shaping.normalize:
         metrics |= {"reward/running_mean": normalizer.mean, "reward/running_std": normalizer.std}
-    return shaped, metrics
+    return shaped, baseline, metrics
 
 
 def _with_kl(batch: Batch, token_rewards: Tensor, mask: Tensor, kind: str, kl_coef: float) -> tuple[Tensor, Metrics]:
@@ -177,10 +183,9 @@ def _with_kl(batch: Batch, token_rewards: Tensor, mask: Tensor, kind: str, kl_co
             log_probs=keep(batch["old_log_probs"], mask),
             ref_log_probs=keep(batch["ref_log_probs"], mask),
         )
-    metrics = {
-        "actor/reward_kl_penalty": float(masked_mean(masked_mean(kl, mask, dim=1), mask.any(dim=1))),
-        "actor/reward_kl_penalty_coeff": kl_coef,
-    }
+    metrics, rows = {"actor/reward_kl_penalty_coeff": kl_coef}, mask.any(dim=1)
+    if bool(rows.any()):  # a batch without a usable row says nothing about the KL
+        metrics["actor/reward_kl_penalty"] = float(masked_mean(masked_mean(kl, mask, dim=1), rows))
     return subtract_kl(token_rewards=token_rewards, kl=kl, mask=mask, kl_coef=kl_coef), metrics
 
 
@@ -207,7 +212,7 @@ def _score_metrics(batch: Batch, score: Tensor, usable: Tensor, config: Algorith
         "groups/invalid": float((~usable).sum()),
     }
     if config.gdpo_reward_keys:
-        parts = reward_components(reward_info=batch.objects("reward_info"), keys=config.gdpo_reward_keys)
+        parts = reward_components(reward_info=batch.objects("reward_info"), keys=config.gdpo_reward_keys, scored=usable)
         for column, key in enumerate(config.gdpo_reward_keys):
             there = usable & parts[:, column].isfinite().to(usable.device)
             metrics |= _summary(f"reward/{key}", parts[:, column].to(usable.device), there)

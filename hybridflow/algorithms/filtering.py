@@ -24,16 +24,20 @@ EXHAUSTED_ACTIONS: tuple[str, ...] = ("train", "skip", "error")
 
 
 def raw_metric(
-    *, name: str, score: Float[Tensor, " B"], reward_info: Sequence[Mapping[str, Any]]
+    *,
+    name: str,
+    score: Float[Tensor, " B"],
+    reward_info: Sequence[Mapping[str, Any]],
+    valid: Bool[Tensor, " B"],
 ) -> Float[Tensor, " B"]:
     """What the filter judges: ``score`` or a number of ``reward_info``; nan where a row has none.
 
     Raises:
-        ColumnError: no row has a number of that name.
+        ColumnError: no valid row has a number of that name.
     """
     if name == "score":
         return score.double()
-    return reward_components(reward_info=reward_info, keys=(name,))[:, 0].to(score.device)
+    return reward_components(reward_info=reward_info, keys=(name,), scored=valid)[:, 0].to(score.device)
 
 
 def telling_rows(

@@ -21,35 +21,40 @@ from hybridflow.utils.errors import ColumnError
 
 
 class RewardNormalizer:
-    """Running mean and standard deviation of scores over steps, as an exponential average with bias correction."""
+    """Running mean and standard deviation of scores over steps, as an exponential average with bias correction.
+
+    Kept as moments about the running mean: a large mean costs the standard deviation no digits.
+    """
 
     EPSILON = 1e-8
 
     def __init__(self, momentum: float) -> None:
         self._momentum = momentum
         self._mean = 0.0
-        self._square = 0.0
+        self._variance = 0.0
         self._weight = 0.0
 
     @property
     def mean(self) -> float:
         """Running mean; 0 before the first update."""
-        return self._mean / self._weight if self._weight else 0.0
+        return self._mean
 
     @property
     def std(self) -> float:
         """Running standard deviation; 0 before the first update."""
-        return math.sqrt(max(self._square / self._weight - self.mean**2, 0.0)) if self._weight else 0.0
+        return math.sqrt(self._variance)
 
     def update(self, scores: Float[Tensor, " B"], present: Bool[Tensor, " B"]) -> None:
         """Takes the scores of present rows into account; no rows, no change."""
         picked = scores[present].double()
         if not len(picked):
             return
-        share = 1 - self._momentum
-        self._mean = self._momentum * self._mean + share * float(picked.mean())
-        self._square = self._momentum * self._square + share * float(picked.square().mean())
-        self._weight = self._momentum * self._weight + share
+        self._weight = self._momentum * self._weight + 1 - self._momentum
+        share = (1 - self._momentum) / self._weight
+        mean = picked.mean()
+        variance, shift = float((picked - mean).square().mean()), float(mean) - self._mean
+        self._variance = (1 - share) * (self._variance + share * shift**2) + share * variance
+        self._mean += share * shift
 
     def normalize(self, scores: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
         """``(scores - mean) / std``; only centred while the standard deviation is (almost) 0."""
@@ -58,11 +63,11 @@ class RewardNormalizer:
 
     def state_dict(self) -> dict[str, float]:
         """What a resumed run needs."""
-        return {"mean": self._mean, "square": self._square, "weight": self._weight}
+        return {"mean": self._mean, "variance": self._variance, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Goes on from a saved state."""
-        self._mean, self._square, self._weight = state["mean"], state["square"], state["weight"]
+        self._mean, self._variance, self._weight = state["mean"], state["variance"], state["weight"]
 
 
 def overlong_penalty(
@@ -125,16 +130,19 @@ def subtract_kl(
     return keep(token_rewards, mask) - kl_coef * keep(kl, mask).to(token_rewards.dtype)
 
 
-def reward_components(*, reward_info: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Float[Tensor, "B K"]:
+def reward_components(
+    *, reward_info: Sequence[Mapping[str, Any]], keys: Sequence[str], scored: Bool[Tensor, " B"]
+) -> Float[Tensor, "B K"]:
     """The named numbers of every row's ``reward_info``, float64; nan where a row has none (it then counts nowhere).
 
     Raises:
-        ColumnError: no row has a number of that name.
+        ColumnError: of the rows that were ``scored`` none has a number of that name.
     """
     table = [[_number(info.get(key)) for key in keys] for info in reward_info]
     components = torch.tensor(table, dtype=torch.float64).reshape(len(reward_info), len(keys))
     for column, key in enumerate(keys):
-        if len(components) and bool(components[:, column].isnan().all()):
+        told = components[scored.cpu(), column]
+        if len(told) and bool(told.isnan().all()):
             raise ColumnError(
                 f"reward component {key!r} is in no row's reward_info: the reward function must return it"
             )

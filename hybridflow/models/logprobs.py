@@ -9,6 +9,10 @@ Rows are worked off in blocks. Where all logits fit the memory target they are k
 gradient needs) and the backward pass costs two matmuls as usual; beyond it they are computed again block by block.
 Under tensor parallelism every rank holds a slice of the vocabulary and only ``[n]`` numbers are reduced.
 
+A small vocabulary goes another way: logits that are little beside the states of the model are kept whole, log p comes
+from torch's fused kernel and the head's gradient from autograd. What costs there is the number of small calls, not
+memory. The number of columns alone decides, never that of rows: a row has the same bits in any micro-batch.
+
 Embeddings often have more rows than the tokenizer has ids. Ids from ``vocab_limit`` on are never sampled and take no
 part in the distribution: their logits are not computed, and their rows of the head get a gradient of zero.
 """
@@ -26,6 +30,8 @@ KEEP_BYTES = 512 << 20
 """Kept log-probabilities of all rows may take this much; more is recomputed in the backward pass."""
 BLOCK_BYTES = 32 << 20
 """float32 logits of one block of rows."""
+SMALL_VOCABULARY = 1024
+"""Up to this many columns logits are little: and ``log_softmax`` is as exact as logsumexp and a subtraction there."""
 OUTER_COLUMNS = 8192
 """Columns of a head whose half-precision gradient is added to a float32 total in one go."""
 BACKWARD_BLOCKS = 4
@@ -77,12 +83,41 @@ def token_log_probs(
     if vocab_limit is not None and targets.numel() and int(targets.max()) >= vocab_limit:
         raise ValueError(f"token {int(targets.max())} has probability 0: ids from {vocab_limit} on are never sampled")
     columns = sampled_columns(weight.shape[0], shard, vocab_limit)
+    if shard is None and columns <= SMALL_VOCABULARY:
+        if columns < weight.shape[0]:
+            weight, bias = weight[:columns], None if bias is None else bias[:columns]
+        return _of_small(tempered_logits(hidden, weight, bias, temperature), targets, entropy)
     grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     keep = grad and hidden.shape[0] * columns * 4 <= keep_bytes
     log_probs, entropies = _TokenLogProbs.apply(
         hidden, weight, bias, targets, temperature, entropy, shard, columns, keep, block_bytes
     )
     return log_probs, entropies if entropy else None
+
+
+def _of_small(logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Log-probs and entropies from float32 logits of all rows."""
+    if entropy:
+        return _OfLogits.apply(logits, targets)
+    return -torch.nn.functional.nll_loss(torch.log_softmax(logits, -1), targets, reduction="none"), None
+
+
+class _OfLogits(torch.autograd.Function):
+    """Log-probs and entropies of kept logits. Saves log p and p."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = torch.log_softmax(logits, -1)
+        p = log_p.exp()
+        entropies = torch.mul(p, log_p).sum(-1).neg_()
+        ctx.save_for_backward(targets, log_p, p, entropies)
+        return _pick(log_p, targets, None), entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor) -> tuple[Tensor, None]:
+        targets, log_p, p, entropies = ctx.saved_tensors
+        share = _share(log_p, grad_log_probs, grad_entropies, entropies).mul_(p)
+        return share.scatter_add_(1, targets[:, None], grad_log_probs[:, None]), None
 
 
 def sum_of_squares(
@@ -142,7 +177,8 @@ class HeadGradient:
         self._dtypes = weight.dtype, None if bias is None else bias.dtype
         self._columns = columns
         summed = weight.dtype if one_block else torch.float32
-        self._hidden = torch.zeros_like(hidden)
+        self._one_block = one_block
+        self._hidden = torch.empty_like(hidden)
         self._weight = torch.zeros_like(weight, dtype=summed) if of_weight else None
         self._bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
 
@@ -153,8 +189,13 @@ class HeadGradient:
             self._bias[: self._columns] += grad.sum(0)
         grad = grad.to(hidden.dtype)
         torch.mm(grad, weight, out=self._hidden[part])
-        if self._weight is not None:
-            _add_outer(self._weight[: self._columns], grad, hidden[part])
+        if self._weight is None:
+            return
+        total = self._weight[: self._columns]
+        if self._one_block:  # adding to a half-precision total would take a slower product
+            torch.mm(grad.t(), hidden[part], out=total)
+        else:
+            _add_outer(total, grad, hidden[part])
 
     def whole(self, shard: VocabularyShard | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Of hidden (summed over the vocabulary's slices), weight and bias, in the dtypes of what they belong to."""
@@ -219,12 +260,11 @@ class _TokenLogProbs(torch.autograd.Function):
             grad = _grad_logits(
                 log_p,
                 targets[part],
-                grad_log_probs[part],
-                grad_entropies[part] if entropy else None,
+                grad_log_probs[part] / temperature,
+                grad_entropies[part] / temperature if entropy else None,
                 entropies[part],
                 shard,
             )
-            grad = grad.div_(temperature) if temperature != 1.0 else grad
             gradient.add(part, grad)
         return *gradient.whole(shard), None, None, None, None, None, None, None
 
@@ -297,19 +337,27 @@ def _grad_logits(
     entropies: Tensor,
     shard: VocabularyShard | None,
 ) -> Tensor:
-    """d loss / d (tempered logits) ``[m, V]``; ``log_p`` stays as it is."""
+    """Gradient by the logits ``[m, V]``, where those by log-prob and entropy are over the temperature already.
+
+    ``log_p`` stays as it is.
+    """
     grad = log_p.exp()
     if grad_entropies is None:
         grad.mul_(-grad_log_probs[:, None])
     else:
-        share = (log_p + entropies[:, None]).mul_(-grad_entropies[:, None]).sub_(grad_log_probs[:, None])
-        grad.mul_(share)
+        grad.mul_(_share(log_p, grad_log_probs, grad_entropies, entropies))
     if shard is None:
         return grad.scatter_add_(1, targets[:, None], grad_log_probs[:, None].to(grad.dtype))
     if not log_p.shape[1]:
         return grad
     local, mine = _local_targets(log_p, targets, shard)
     return grad.scatter_add_(1, local[:, None], torch.where(mine, grad_log_probs, 0.0)[:, None].to(grad.dtype))
+
+
+def _share(log_p: Tensor, grad_log_probs: Tensor, grad_entropies: Tensor, entropies: Tensor) -> Tensor:
+    """``-g - g_H (log p + H)`` ``[m, V]``: the numbers of a row are taken together for one pass over the logits."""
+    of_row = torch.addcmul(grad_log_probs, grad_entropies, entropies).neg_()
+    return torch.addcmul(of_row[:, None], log_p, grad_entropies[:, None], value=-1)
 
 
 def _add_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:

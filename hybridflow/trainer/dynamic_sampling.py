@@ -57,5 +57,6 @@ def fill(scored_round: Callable[[], Batch], config: FilterGroupsConfig, *, group
 
 
 def _telling(batch: Batch, metric: str) -> torch.Tensor:
-    values = raw_metric(name=metric, score=batch["score"], reward_info=batch.objects("reward_info"))
-    return telling_rows(metric=values, group_id=batch["group_id"], valid=batch["valid"])
+    valid, info = batch["valid"], batch.objects("reward_info")
+    values = raw_metric(name=metric, score=batch["score"], reward_info=info, valid=valid)
+    return telling_rows(metric=values, group_id=batch["group_id"], valid=valid)

@@ -153,7 +153,11 @@ _CORRECTION = _section(
     ("rollout_corr/chi2_seq", "-", "mean squared ratio of a row, minus 1"),
     ("rollout_corr/training_ppl", "-", "perplexity of a row under the trainer, mean over rows"),
     ("rollout_corr/rollout_ppl", "-", "perplexity of a row under the sampler, mean over rows"),
-    ("rollout_corr/log_ppl_diff", "nats", "log of the first over the second, mean over rows"),
+    (
+        "rollout_corr/log_ppl_diff",
+        "nats",
+        "its logarithm: trainer's minus sampler's, mean over rows",
+    ),
     ("rollout_corr/log_ppl_abs_diff", "nats", "its absolute value, mean over rows"),
     ("rollout_corr/guard_tripped", "0 or 1", "whether mismatch left the band"),
     ("rollout_corr/rollout_rs_masked_fraction", "0..1", "tokens that a bound or the veto rejected"),

@@ -93,7 +93,7 @@ class PPOTrainer:
         """Adds loss_mask, token_rewards, advantages and returns."""
         credit, metrics = self.wait("adv", self.roles.actor.compute_advantage(batch, kl_coef=self.run.kl.value))
         self.run.record(metrics)
-        if self.config.algorithm.use_kl_in_reward:
+        if "actor/reward_kl_penalty" in metrics:
             self.run.kl.update(kl=metrics["actor/reward_kl_penalty"], sequences=len(batch))
         return batch.with_columns(**credit.columns())
 

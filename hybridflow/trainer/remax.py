@@ -9,18 +9,20 @@ from hybridflow.trainer.ppo import PPOTrainer
 
 
 class ReMaxTrainer(PPOTrainer):
-    """Adds ``baseline_score`` to what is generated."""
+    """Adds ``baseline_score`` and ``baseline_length`` to what is generated."""
 
     def sample(self, step: int) -> Batch:
-        """Responses of the next prompts, with the score of their prompt's greedy response."""
+        """Responses of the next prompts, with score and length of their prompt's greedy response."""
         prompts = self.run.next_prompts(self.config.actor_rollout_ref.rollout.n)
         once = prompts.rows(prompts["sample_index"] == 0)
         sampled = self.roles.rollout.generate_sequences(prompts, step=step)
         greedy = self.roles.rollout.generate_sequences(once, step=step, mode="greedy")
         responses = self.wait("gen", sampled)
         baseline = self.judge(once.merge(self.wait("gen", greedy)))
+        ids = prompts["group_id"], once["group_id"]
         return prompts.merge(responses).with_columns(
-            baseline_score=by_group(prompts["group_id"], once["group_id"], baseline["score"])
+            baseline_score=by_group(*ids, baseline["score"]),
+            baseline_length=by_group(*ids, baseline["response_length"]),
         )
 
 

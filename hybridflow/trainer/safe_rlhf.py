@@ -30,7 +30,7 @@ class SafeRLHFTrainer(PPOTrainer):
         values = None if critic is None else critic.compute_values(batch)
         batch = super().score(batch)
         keys = (self.config.algorithm.safe_rlhf.cost_key,)
-        cost = reward_components(reward_info=batch.objects("reward_info"), keys=keys)[:, 0]
+        cost = reward_components(reward_info=batch.objects("reward_info"), keys=keys, scored=batch["valid"])[:, 0]
         batch = batch.with_columns(cost=cost, valid=batch["valid"] & cost.isfinite())
         if values is not None:
             batch = batch.with_columns(**self.wait("cost_values", values).columns())

@@ -17,14 +17,18 @@ from typing import Any
 
 import pytest
 
+from hybridflow.algorithms import correction
+from hybridflow.algorithms.correction import accepted
 from hybridflow.config.actor import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig
-from hybridflow.config.choices import ADV_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
+from hybridflow.config.choices import ADV_ESTIMATORS, EXACT_KL, KL_TYPES, LOSS_AGG_MODES, POLICY_LOSSES, REJECTIONS
 from hybridflow.config.constraints import Section, hints
 from hybridflow.config.tree import section_of
 from hybridflow.config.unread import is_unread
 from hybridflow.utils.errors import WorkerError
 from tests.jobs import run_job
+from tests.unit.algorithms.cases import lists
+from tests.unit.algorithms.test_correction import LEVELS, LONG, STATISTICS
 
 ESTIMATOR = "algorithm.adv_estimator"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -38,6 +42,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
     "grpo_passk": {"algorithm.norm_adv_by_std_in_grpo": False},
 }
+ALIASES = (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"))
 SETTING = "actor_rollout_ref.actor.policy_loss."
 TELLING: dict[str, dict[str, Any]] = {
     "clip_cov": {f"{SETTING}clip_cov_ratio": 0.2, f"{SETTING}clip_cov_lb": 0.0},
@@ -89,6 +94,8 @@ def test_an_estimator_runs_in_the_main_job(job, name):
     steps = job(**{ESTIMATOR: name, **NEEDED.get(name, {})})
     _finite_and_learning(steps)
     assert ("critic/vf_loss" in steps[0]) == (name == "gae")
+    if name == "gae":  # A14: two mini-batches of four prompts for the critic too, whatever the samples per prompt
+        assert all(step["critic/optimizer_steps"] == step["actor/optimizer_steps"] for step in steps)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -128,16 +135,67 @@ def test_the_configured_aggregation_is_the_one_that_is_used(job):
     assert not _alike(jobs, "critic/grad_norm")
 
 
-def test_a_sampled_kl_of_each_kind_runs_in_the_loss_and_its_plus_has_the_value_and_another_gradient(job):
-    """Step 1 begins at KL 0; from the second mini-batch on kinds differ. The reward reads the value alone."""
+SAMPLED_KL = [kind for kind in KL_TYPES if kind not in EXACT_KL]
+
+
+def _with_kl(kind: str) -> dict[str, Any]:
     at = "actor_rollout_ref.actor"
-    settings = {f"{at}.use_kl_loss": True, f"{at}.kl_loss_coef": 1.0, f"{at}.optim.lr": 3e-3}
-    jobs = {kind: job(**settings, **{f"{at}.kl_loss_type": kind}) for kind in ("k1", "abs", "k2", "k3", "k1+", "k2+")}
-    for steps in jobs.values():
-        _finite_and_learning(steps)
-    assert not _alike({kind: jobs[kind] for kind in ("k1", "abs", "k2", "k3")}, "actor/kl_loss")
-    assert not _alike({kind: jobs[kind] for kind in ("k1", "abs", "k2", "k3", "k1+")}, "actor/grad_norm")
+    return {f"{at}.use_kl_loss": True, f"{at}.kl_loss_coef": 1.0, f"{at}.optim.lr": 3e-3, f"{at}.kl_loss_type": kind}
+
+
+@pytest.mark.parametrize("kind", SAMPLED_KL)
+def test_a_sampled_kl_of_each_kind_runs_in_the_loss(job, kind):
+    _finite_and_learning(job(**_with_kl(kind)))
+
+
+def test_the_configured_kl_is_the_one_that_is_used_and_its_plus_changes_the_gradient_alone(job):
+    """Step 1 begins at KL 0; from the second mini-batch on kinds differ. A ``+`` form keeps the value of its kind and
+    takes one gradient for all of them, that of k2: runs of + forms walk the same way and report other values."""
+    jobs = {kind: job(**_with_kl(kind)) for kind in SAMPLED_KL}
+    aliases = [{name + plus, other + plus} for plus in ("", "+") for name, other in ALIASES]
+    alike = _alike(jobs, "actor/kl_loss", "actor/grad_norm")
+    assert sorted(map(sorted, alike)) == sorted(map(sorted, aliases))
+    bare = ("k1", "abs", "k2", "k3")
+    assert not _alike({kind: jobs[kind] for kind in (*bare, "k1+")}, "actor/grad_norm")
+    assert _alike({kind: jobs[f"{kind}+"] for kind in bare}, "actor/grad_norm") == [set(bare)]
     assert jobs["k2+"][0]["actor/kl_loss"] == pytest.approx(jobs["k2"][0]["actor/kl_loss"], rel=0.2)
+
+
+REJECTED: dict[str, str] = {
+    **dict.fromkeys(("token_k1", "token", "sequence", "seq_sum_k1", "geometric", "seq_mean_k1"), "1.001"),
+    **dict.fromkeys(("token_k2", "token_k3", "seq_mean_k2", "seq_mean_k3"), "1e-6"),
+    **dict.fromkeys(("seq_sum_k2", "seq_sum_k3", "seq_max_k2", "seq_max_k3"), "3e-6"),
+}
+"""Bounds within which some of what a sampler in bf16 says lies and some does not."""
+
+
+@pytest.mark.parametrize("name", REJECTIONS)
+def test_a_rejection_of_each_name_takes_out_of_the_job_what_its_definition_says(tmp_path, monkeypatch, name):
+    """A sampler in bf16 beside a trainer in fp32: log-probs that differ by a few thousandths, as they do on GPUs."""
+    seen: list[list[list[float]]] = []
+
+    def watching(*, log_ratio, mask, config):
+        seen.append(lists(log_ratio, mask))
+        return accepted(log_ratio=log_ratio, mask=mask, config=config)
+
+    monkeypatch.setattr(correction, "accepted", watching)
+    options = {f"{CORRECTION}rollout_rs": name, f"{CORRECTION}rollout_rs_threshold": REJECTED[name]}
+    steps = run_job(tmp_path, **options, **{"actor_rollout_ref.rollout.dtype": "bfloat16"})
+    assert len(seen) == len(steps) == 2
+    level, _, statistic = LONG.get(name, name).rpartition("_")
+    bound = float(REJECTED[name])
+    for rows, step in zip(seen, steps, strict=True):
+        assert step["actor/optimizer_steps"] == 2 and step["actor/grad_skipped"] == 0
+        found = [LEVELS[level](row, STATISTICS[statistic]) for row in rows]
+        flat = [value for row in found for value in row]
+        if statistic == "k1":
+            rejected = [not 1 / bound <= math.exp(-value) <= bound for value in flat]
+        else:
+            rejected = [value > bound for value in flat]
+        share = sum(rejected) / len(flat)
+        assert 0 < share < 1
+        assert step["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(share, abs=1e-9)
+        assert step["batch/trained_tokens"] == len(flat) - sum(rejected)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +206,6 @@ def test_a_sampled_kl_of_each_kind_runs_in_the_loss_and_its_plus_has_the_value_a
         {"algorithm.reward_shaping.normalize": True, "algorithm.reward_shaping.clip": 1.0},
         {"algorithm.reward_shaping.length_penalty": 0.01, "reward.overlong.enable": True, "reward.overlong.len": 2},
         {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_batch_normalize": True},
-        {f"{CORRECTION}rollout_rs": "seq_mean_k1", f"{CORRECTION}rollout_rs_threshold": "0.5_2.0"},
         {
             f"{CORRECTION}rollout_is": "sequence",
             f"{CORRECTION}rollout_token_veto_threshold": 1e-4,

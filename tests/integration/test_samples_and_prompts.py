@@ -63,11 +63,13 @@ def test_a_step_asks_for_n_samples_and_one_greedy_response_per_prompt_with_its_v
 
 
 def test_without_end_ids_every_response_has_the_full_length_and_all_of_it_is_trained(tmp_path, requests):
-    """E04: with ignore_eos an end id is a token like any other, before and behind it."""
+    """E04: with ignore_eos an end id is a token like any other, before and behind it. J08: what was processed is
+    counted in tokens of all rows, prompts included."""
     limit = {"data.max_response_length": 6, "actor_rollout_ref.rollout.ignore_eos": True}
     (step,) = run_job(tmp_path, **{**SIZES, **limit})
     assert step["response_length/min"] == step["response_length/max"] == 6
     assert step["batch/trained_tokens"] == PROMPTS * SAMPLES * 6
+    assert step["perf/total_num_tokens"] == pytest.approx(PROMPTS * SAMPLES * (6 + step["prompt_length/mean"]))
     assert all(request.sampling.ignore_eos for _, made in requests for request in made)
 
 

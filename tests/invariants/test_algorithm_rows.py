@@ -54,6 +54,7 @@ def batch_of(work: Case, order: torch.Tensor | None = None) -> Batch:
             "rollout_log_probs": work.rollout_log_probs,
             "values": work.values,
             "baseline_score": torch.linspace(0, 1, 8, dtype=torch.float64),
+            "baseline_length": torch.tensor([1, 2, 3, 4, 5, 6, 5, 4]),
         }
     )
     return batch if order is None else batch.rows(order)

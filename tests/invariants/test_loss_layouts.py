@@ -125,14 +125,39 @@ def test_every_loss_gives_one_update_over_splits_and_ranks(tmp_path, head: str) 
                     assert close, f"{where}, {key}: {float((got[key] - value).abs().max())}"
 
 
+def rows_of_lengths(lengths: tuple[int, ...]) -> Batch:
+    """Rows of a prompt of one token and so many response tokens, all of them trained."""
+    rows = columns(make_rows(len(lengths), width=max(lengths)))
+    length = torch.tensor(lengths)
+    return rows.with_columns(
+        prompt_length=torch.ones(len(lengths), dtype=torch.long),
+        response_length=length,
+        loss_mask=torch.arange(max(lengths))[None] < length[:, None],
+    )
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_a_token_budget_that_cuts_rows_unevenly_gives_the_update_of_the_whole(tmp_path, mode: str) -> None:
+    """A02: rows of 2, 2 and 8 tokens (prompts included) under a budget of 8: micro-batches of two rows and of one."""
+    case = Case(str(save_tiny_model(tmp_path)))
+    rows = rows_of_lengths((1, 1, 7))
+    assert sorted(map(sorted, micro_batches([2, 2, 8], max_tokens=8))) == [[0, 1], [2]]
+    loss, found = ActorLoss(actor(loss_agg_mode=mode, entropy_coeff=0.1), max_response_length=10), []
+    for micro in (MicroBatching(max_tokens=8), MicroBatching(max_tokens=100)):
+        engine = build(case)
+        metrics = engine.update(rows, loss, temperature=0.7, micro=micro, counts=engine.counts(rows))
+        found.append((metrics, assemble([blocks(engine)])))
+    (metrics, weights), (expected, want) = found
+    assert metrics == pytest.approx(expected, rel=1e-4, abs=2e-6)
+    assert all(torch.allclose(weights[name], value, rtol=1e-4, atol=2e-6) for name, value in want.items())
+
+
 def uneven(case: Case, lengths: tuple[int, ...], masked_from: int) -> tuple[dict[str, float], dict[str, Any]]:
     """An update over rows of ``lengths`` response tokens, half of them on each of two ranks, and the weights after."""
-    rows = columns(make_rows(ROWS, width=max(lengths)))
-    inside = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
-    inside[masked_from:] = False
-    rows = rows.with_columns(
-        prompt_length=torch.ones(ROWS, dtype=torch.long), response_length=torch.tensor(lengths), loss_mask=inside
-    )
+    rows = rows_of_lengths(lengths)
+    trained = rows["loss_mask"].clone()
+    trained[masked_from:] = False
+    rows = rows.with_columns(loss_mask=trained)
     half, rank = ROWS // 2, dist.get_rank() if dist.is_initialized() else 0
     mine = rows if case.dims.dp == 1 else rows.rows(slice(half * rank, half * (rank + 1)))
     engine = build(case)

@@ -90,6 +90,22 @@ def open_response(request: Request, *, eos_token_ids: Sequence[int], max_model_l
     )
 
 
+def sampled_log_probs(
+    token_ids: Sequence[int], candidates: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]
+) -> list[float]:
+    """The log-prob of each sampled token, found by its id among the candidates of its position.
+
+    Raises:
+        EngineError: when a sampled token is not among them.
+    """
+    found = []
+    for token_id, ids, values in zip(token_ids, candidates, log_probs, strict=True):
+        if token_id not in ids:
+            raise EngineError(f"token {token_id} was sampled and has no log-prob: those of {list(ids)} came back")
+        found.append(values[ids.index(token_id)])
+    return found
+
+
 def _check(request: Request, vocab_size: int) -> None:
     where, sampling, n = f"request {request.request_id!r}", request.sampling, len(request.sampled_ids)
     if not request.prompt_ids:

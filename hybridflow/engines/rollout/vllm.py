@@ -35,7 +35,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from hybridflow.config.actor import RolloutConfig
 from hybridflow.engines.rollout import vllm_cpu, vllm_cpu_kernels
 from hybridflow.engines.rollout.base import NO_VERSION, Completion, EngineParameters, InFlight, Request
-from hybridflow.engines.rollout.inflight import Response, drawing_seed, end_token_ids, open_response
+from hybridflow.engines.rollout.inflight import Response, drawing_seed, end_token_ids, open_response, sampled_log_probs
 from hybridflow.engines.rollout.lockstep import Lockstep
 from hybridflow.engines.rollout.vllm_arguments import check_environment, engine_arguments
 from hybridflow.engines.rollout.vllm_parameters import check_loader, check_names, engine_parameters, parts_in
@@ -310,8 +310,9 @@ class VLLMEngine:
             return done
         for output in self._core.get_output().outputs:
             response = self._running[output.request_id]
-            assert output.new_logprobs is not None, "log-probs are asked for in every request"
-            log_probs = output.new_logprobs.logprobs[:, 0].tolist()  # the sampled token's is the first of a row
+            told = output.new_logprobs
+            assert told is not None, "log-probs are asked for in every request"
+            log_probs = sampled_log_probs(output.new_token_ids, told.logprob_token_ids.tolist(), told.logprobs.tolist())
             for token_id, log_prob in zip(output.new_token_ids, log_probs, strict=True):
                 response.append(token_id, log_prob, self._version)
             self._record(output.request_id, output.new_token_ids)

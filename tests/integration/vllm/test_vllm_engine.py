@@ -98,6 +98,15 @@ def test_truncated_log_probs_are_renormalised(engine, model) -> None:
         assert abs(log_prob - kept[token]) <= TOLERANCE
 
 
+def test_top_k_is_off_at_minus_one_zero_or_the_whole_vocabulary(engine) -> None:
+    """D10: as in the reference engine."""
+    [free] = generate(engine, [request(1)])
+    for off in (-1, 0, 54):
+        [done] = generate(engine, [request(1, top_k=off)])
+        assert done.token_ids == free.token_ids
+        assert distance(done.log_probs, free.log_probs) <= TOLERANCE
+
+
 def test_neither_tokens_nor_log_probs_depend_on_company_or_order(engine) -> None:
     requests = [request(i, max_tokens=40) for i in range(8)]
     together = {done.request_id: done for done in generate(engine, requests)}

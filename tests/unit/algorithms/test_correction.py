@@ -214,10 +214,28 @@ def test_metrics_equal_their_definitions() -> None:
         "rollout_is_mean": sum(weights) / len(weights),
         "rollout_is_eff_sample_size": sum(weights) ** 2 / sum(w * w for w in weights) / len(weights),
         "rollout_is_ratio_fraction_high": sum(math.exp(x) > 1.1 for x in flat) / len(flat),
-        "log_ppl_diff": sum(sum(row) / len(row) for row in rows) / len(rows),
     }
     for name, value in expected.items():
         assert metrics[f"rollout_corr/{name}"] == pytest.approx(value, rel=1e-9), name
+
+
+def test_perplexities_are_of_rows_and_their_difference_is_trainer_minus_sampler() -> None:
+    """Rows of two tokens and one: -log p means 1, 3 (trainer) and 2, 3.5 (sampler); a trainer that is surer than its
+    sampler has the lower perplexity, so the difference of the logarithms is negative."""
+    mask = torch.tensor([[1, 1], [1, 0]]).bool()
+    metrics = correct(
+        old_log_probs=torch.tensor([[-0.5, -1.5], [-3.0, 9.0]]),
+        rollout_log_probs=torch.tensor([[-1.0, -3.0], [-3.5, 9.0]]),
+        mask=mask,
+        config=correction(),
+    ).metrics
+    expected = {
+        "training_ppl": (math.e + math.e**3) / 2,
+        "rollout_ppl": (math.e**2 + math.e**3.5) / 2,
+        "log_ppl_diff": ((1 - 2) + (3 - 3.5)) / 2,
+        "log_ppl_abs_diff": 0.75,
+    }
+    assert {name: metrics[f"rollout_corr/{name}"] for name in expected} == pytest.approx(expected)
 
 
 def test_garbage_at_masked_positions_changes_nothing() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.columns import TABLE
 from hybridflow.config.actor import PolicyLossConfig
 from hybridflow.config.algorithm import AlgorithmConfig, RewardShapingConfig
-from hybridflow.config.choices import ADV_ESTIMATORS
+from hybridflow.config.choices import ADV_ESTIMATORS, EXACT_KL, KL_TYPES
 from hybridflow.config.reward import OverlongConfig
 from hybridflow.utils.errors import ColumnError, EngineError
-from tests.unit.algorithms.cases import case, correction
+from tests.unit.algorithms.cases import case, correction, lists, padded
 
 SCORES = [1.0, 0.0, 0.0, 1.0, 0.5, 1.0, 1.0, 0.0]
 
@@ -40,6 +41,7 @@ def batch_of(**changes: Any) -> Batch:
         "rollout_log_probs": work.rollout_log_probs.float(),
         "values": work.values.float(),
         "baseline_score": torch.zeros(8, dtype=torch.float64),
+        "baseline_length": torch.ones(8, dtype=torch.int64),
     }
     return Batch({**columns, **changes})
 
@@ -109,6 +111,7 @@ def test_extremes_are_taken_where_the_mask_is_true() -> None:
             "group_id": torch.tensor([0, 1]),
             "response_length": torch.tensor([2, 2]),
             "baseline_score": torch.zeros(2, dtype=torch.float64),
+            "baseline_length": torch.ones(2, dtype=torch.int64),
         }
     )
     _, metrics = run(batch, adv_estimator="remax")
@@ -141,12 +144,18 @@ def test_a_lone_survivor_has_advantage_zero_and_stays_finite() -> None:
 def test_the_whole_batch_may_fail() -> None:
     """A11."""
     for name in ("grpo", "gae", "reinforce_plus_plus", "gdpo", "optimal_token_baseline"):
-        added, metrics = run(
-            batch_of(valid=torch.zeros(8, dtype=torch.bool)), adv_estimator=name, gdpo_reward_keys=("answer",)
-        )
+        failed = {"valid": torch.zeros(8, dtype=torch.bool), "reward_info": [{}] * 8}
+        added, metrics = run(batch_of(**failed), adv_estimator=name, gdpo_reward_keys=("answer",))
         assert not added["loss_mask"].any()
         assert added["advantages"].abs().max().item() == 0.0
         assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_batch_without_a_usable_row_says_nothing_about_the_kl() -> None:
+    """A KL of 0 would steer the adaptive coefficient down."""
+    failed = batch_of(valid=torch.zeros(8, dtype=torch.bool))
+    assert "actor/reward_kl_penalty" not in run(failed, use_kl_in_reward=True)[1]
+    assert "actor/reward_kl_penalty" in run(batch_of(), use_kl_in_reward=True)[1]
 
 
 def test_the_kl_in_the_reward_reaches_token_rewards_and_its_metric() -> None:
@@ -163,6 +172,27 @@ def test_the_kl_in_the_reward_reaches_token_rewards_and_its_metric() -> None:
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
     assert torch.equal(batch["old_log_probs"], before)
     assert metrics["critic/score/mean"] != metrics["critic/rewards/mean"]
+
+
+SCHULMAN = {
+    "k1": lambda x: x,
+    "abs": abs,
+    "k2": lambda x: x * x / 2,
+    "k3": lambda x: math.exp(-x) - 1 + x,
+}
+PLAIN_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KL_TYPES if kind not in EXACT_KL])
+def test_every_sampled_kl_in_the_reward_has_the_value_of_its_formula(kind: str) -> None:
+    """J. Schulman 2020, x = old - ref; the reward reads the value alone, so a + changes nothing."""
+    work, bare = case(), kind.removesuffix("+")
+    added, _ = run(batch_of(), use_kl_in_reward=True, kl_penalty=kind, kl_coef=0.5)
+    plain, _ = run(batch_of())
+    x = lists(work.old_log_probs - work.ref_log_probs, work.mask)
+    kl = padded([[SCHULMAN[PLAIN_NAMES.get(bare, bare)](value) for value in row] for row in x], work.mask)
+    cost = (plain["token_rewards"] - added["token_rewards"]).double()
+    torch.testing.assert_close(cost, 0.5 * kl, atol=1e-5, rtol=1e-5)  # columns are float32
 
 
 def test_the_exact_kl_in_the_reward_is_a_column() -> None:
@@ -259,6 +289,34 @@ def test_running_normalisation_lives_over_steps() -> None:
     assert second["reward/running_mean"] > first["reward/running_mean"]
     with pytest.raises(ValueError, match="RewardNormalizer"):
         run(batch_of(), reward_shaping=shaping)
+
+
+def test_the_greedy_baseline_is_shaped_as_the_samples_are() -> None:
+    """Or it is none: a sample of the very score and length of the greedy response has advantage 0."""
+    work, lengths = case(), batch_of()["response_length"]
+    greedy = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.5, 0.0, 1.0, float("nan")], dtype=torch.float64)
+    greedy_length = torch.tensor([1, 6, 2, 3, 3, 6, 4, 2])
+    shaping = RewardShapingConfig(normalize=True, clip=1.2, length_penalty=0.05)
+    added, _ = run(
+        batch_of(baseline_score=greedy, baseline_length=greedy_length),
+        adv_estimator="remax",
+        reward_shaping=shaping,
+        overlong=OverlongConfig(enable=True, len=3, penalty_factor=0.5),
+        normalizer=RewardNormalizer(momentum=0.9),
+    )
+    there = [row for row in range(8) if work.mask[row].any()]
+    mean = statistics.fmean(SCORES[row] for row in there)
+    spread = statistics.pstdev(SCORES[row] for row in there)
+
+    def shaped(score: float, length: int) -> float:
+        return min(max((score - mean) / spread, -1.2), 1.2) - 0.05 * length - 0.5 * max(length - 3, 0) / 3
+
+    expected = []
+    for row, kept in enumerate(lists(work.mask.double(), work.mask)):
+        own, other = shaped(SCORES[row], int(lengths[row])), shaped(float(greedy[row]), int(greedy_length[row]))
+        expected.append([0.0 if math.isnan(greedy[row]) else own - other for _ in kept])
+    torch.testing.assert_close(added["advantages"].double(), padded(expected, work.mask), atol=1e-6, rtol=1e-6)
+    assert not added["advantages"][4].any()
 
 
 @pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])

@@ -44,8 +44,9 @@ def test_failed_samples_make_no_spread() -> None:
 def test_the_metric_is_the_raw_one() -> None:
     """B18: shaping that differs inside a group of equal correctness is not what is judged."""
     score, info = torch.tensor([1.0, 0.5]), [{"acc": 1.0}, {"acc": 1.0}]
-    assert raw_metric(name="score", score=score, reward_info=info).tolist() == [1.0, 0.5]
-    assert raw_metric(name="acc", score=score, reward_info=info).tolist() == [1.0, 1.0]
+    valid = torch.ones(2, dtype=torch.bool)
+    assert raw_metric(name="score", score=score, reward_info=info, valid=valid).tolist() == [1.0, 0.5]
+    assert raw_metric(name="acc", score=score, reward_info=info, valid=valid).tolist() == [1.0, 1.0]
 
 
 def test_the_batch_is_topped_up_to_its_exact_number_of_groups() -> None:

@@ -97,6 +97,35 @@ def test_running_normalisation_is_an_exponential_average_with_bias_correction() 
     assert shape([mean], [1], normalize=True, normalizer=normalizer) == pytest.approx([0.0], abs=1e-12)
 
 
+@pytest.mark.parametrize("level", [0.0, 3.3, 1e8])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.99])
+def test_running_moments_are_those_of_all_scores_so_far_with_fading_weights(momentum: float, level: float) -> None:
+    """Step j of k weighs momentum^(k - j), shared equally by its scores. Two passes over all scores: mean, then spread
+    about it; with a level of 1e8 nothing of the spread survives in a mean of squares (1e16, 16 digits)."""
+    g, normalizer, steps = torch.Generator().manual_seed(0), RewardNormalizer(momentum), []
+    for size in (5, 1, 4, 2):
+        scores = level + torch.randn(size, generator=g, dtype=torch.float64)
+        present = torch.ones(size, dtype=torch.bool)
+        present[0] = size == 1
+        steps.append(scores[present].tolist())
+        normalizer.update(scores, present)
+        weights = [momentum ** (len(steps) - 1 - j) / len(own) for j, own in enumerate(steps) for _ in own]
+        flat = [score for own in steps for score in own]
+        mean = level + sum(w * (x - level) for w, x in zip(weights, flat, strict=True)) / sum(weights)
+        variance = sum(w * (x - mean) ** 2 for w, x in zip(weights, flat, strict=True)) / sum(weights)
+        assert normalizer.mean == pytest.approx(mean, rel=1e-14, abs=1e-14)
+        assert normalizer.std == pytest.approx(math.sqrt(variance), rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("score", [0.1, 3.3, 1 / 3, 1e6 + 0.1])
+def test_equal_scores_that_are_not_exact_in_binary_have_no_running_spread(score: float) -> None:
+    """B02: whatever is scored next is centred, not blown up by a deviation of rounding."""
+    normalizer = RewardNormalizer(momentum=0.9)
+    for _ in range(3):
+        normalizer.update(torch.full((7,), score, dtype=torch.float64), torch.ones(7, dtype=torch.bool))
+    assert shape([score + 1], [1], normalize=True, normalizer=normalizer) == pytest.approx([1.0], rel=1e-6)
+
+
 def test_the_normaliser_is_saved_and_ignores_empty_steps() -> None:
     normalizer = RewardNormalizer(momentum=0.5)
     normalizer.update(torch.tensor([1.0, 2.0]), torch.tensor([True, True]))
@@ -120,15 +149,18 @@ def test_normalisation_without_a_normaliser_is_an_error() -> None:
 def test_components_are_read_by_name_and_missing_ones_are_nan() -> None:
     """H02: extra fields present for part of the rows only."""
     info = [{"format": 1, "answer": 0.5}, {"format": True}, {"answer": "x", "format": 0.0}]
-    table = reward_components(reward_info=info, keys=("format", "answer"))
+    table = reward_components(reward_info=info, keys=("format", "answer"), scored=torch.ones(3).bool())
     assert table[:, 0].tolist() == [1.0, 1.0, 0.0]
     assert table[0, 1].item() == 0.5
     assert table[1:, 1].isnan().all()
 
 
 def test_a_component_that_no_row_has_is_an_error_that_names_it() -> None:
+    info = [{"format": 1.0}, {"failure": "timeout"}]
     with pytest.raises(ColumnError, match="'style'"):
-        reward_components(reward_info=[{"format": 1.0}], keys=("format", "style"))
+        reward_components(reward_info=info, keys=("format", "style"), scored=torch.tensor([True, False]))
+    nothing = reward_components(reward_info=info, keys=("style",), scored=torch.zeros(2).bool())
+    assert nothing.isnan().all(), "rows that were not scored do not say what the function returns"
 
 
 def test_weighted_components_sum() -> None:

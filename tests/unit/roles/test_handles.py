@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from hybridflow.batch.balance import row_cost
-from hybridflow.roles.handles import balanced_order, combine_ranks, shared_costs, shared_order
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.futures import Pending, Ready, gather
+from hybridflow.roles.handles import ActorHandle, balanced_order, combine_ranks, shared_costs, shared_order
 
 
 def test_each_rank_gets_one_long_row_and_equally_many_rows():
@@ -22,6 +24,31 @@ def test_every_mini_batch_is_spread_evenly_over_the_chunks():
     assert sorted(order.tolist()) == list(range(32))
     for chunk in order.chunk(4):
         assert torch.bincount(chunk // 8).tolist() == [2, 2, 2, 2]
+
+
+class Recorder:
+    """A group that keeps what it was sent and answers with it."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[int]] = []
+
+    def call(self, role: str, method: str, batch: Batch, **options: object) -> Pending[Batch]:
+        self.sent.append(batch["id"].tolist())
+        return Ready(batch.select("id"))
+
+
+@pytest.mark.parametrize(("over", "balanced"), [(2, True), (1, False)])
+def test_rows_go_out_in_their_order_where_nothing_is_balanced(over, balanced):
+    """F05, F03: ``trainer.balance_batch`` decides ``balanced_over``; row i of the answer is row i of the question."""
+    lengths = torch.tensor([10, 9, 1, 1, 1, 1, 1, 1])
+    batch = Batch({"id": torch.arange(8), "prompt_length": torch.zeros_like(lengths), "response_length": lengths})
+    group = Recorder()
+    answer = gather(ActorHandle(group, "actor", balanced_over=over).compute_log_prob(batch))
+    assert answer["id"].tolist() == list(range(8))
+    (sent,) = group.sent
+    assert sorted(sent) == list(range(8))
+    assert ({0, 1} <= set(sent[:4]) or {0, 1} <= set(sent[4:])) != balanced
+    assert (sent == list(range(8))) != balanced
 
 
 @pytest.mark.parametrize(("rows", "parts", "block"), [(7, 2, 7), (8, 3, 8), (8, 2, 3), (8, 4, 6)])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hybridflow.engines.rollout.base import Request, SamplingParams
-from hybridflow.engines.rollout.inflight import drawing_seed, end_token_ids, open_response
+from hybridflow.engines.rollout.inflight import drawing_seed, end_token_ids, open_response, sampled_log_probs
 from hybridflow.utils.errors import EngineError
 
 REQUEST = Request(
@@ -83,3 +83,10 @@ def test_end_ids_are_the_union_of_both_files_of_a_model_folder(tmp_path) -> None
     assert end_token_ids(str(tmp_path)) == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
     assert end_token_ids(str(tmp_path)) == (2, 7)
+
+
+def test_the_log_prob_of_the_sampled_token_is_found_by_its_id() -> None:
+    """D04: candidates 5 and 9 in either order, 9 was sampled; without it there is an error, never a 0."""
+    assert sampled_log_probs([9, 9], [[5, 9], [9, 5]], [[-0.1, -3.0], [-3.0, -0.1]]) == [-3.0, -3.0]
+    with pytest.raises(EngineError, match=r"token 7 .* \[5, 9\]"):
+        sampled_log_probs([7], [[5, 9]], [[-0.1, -3.0]])
