@@ -162,11 +162,22 @@ def test_the_configured_kl_is_the_one_that_is_used_and_its_plus_changes_the_grad
 
 
 REJECTED: dict[str, str] = {
-    **dict.fromkeys(("token_k1", "token", "sequence", "seq_sum_k1", "geometric", "seq_mean_k1"), "1.001"),
-    **dict.fromkeys(("token_k2", "token_k3", "seq_mean_k2", "seq_mean_k3"), "1e-6"),
-    **dict.fromkeys(("seq_sum_k2", "seq_sum_k3", "seq_max_k2", "seq_max_k3"), "3e-6"),
+    "token_k1": "1.0012",
+    "token_k2": "7e-07",
+    "token_k3": "7e-07",
+    "seq_sum_k1": "1.0110",
+    "seq_sum_k2": "7.9e-05",
+    "seq_sum_k3": "7.9e-05",
+    "seq_mean_k1": "1.0031",
+    "seq_mean_k2": "2.5e-05",
+    "seq_mean_k3": "2.4e-05",
+    "seq_max_k2": "6.4e-05",
+    "seq_max_k3": "6.3e-05",
+    "token": "1.0012",
+    "sequence": "1.0110",
+    "geometric": "1.0031",
 }
-"""Bounds within which some of what a sampler in bf16 says lies and some does not."""
+"""Bounds within which about half of what a sampler in bf16 says lies."""
 
 
 @pytest.mark.parametrize("name", REJECTIONS)

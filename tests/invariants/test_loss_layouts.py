@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hybridflow.algorithms.contract import Loss
 from hybridflow.algorithms.losses import ActorLoss, CriticLoss
+from hybridflow.batch.balance import micro_batches
 from hybridflow.batch.batch import Batch
 from hybridflow.config.choices import LOSS_AGG_MODES, POLICY_LOSSES
 from hybridflow.config.critic import CriticConfig
