@@ -31,6 +31,8 @@ LOGITS_KEPT_BYTES = 512 << 20
 """Log-probs of a micro-batch over the vocabulary are kept up to here, else computed again (models/logprobs.py)."""
 LOGITS_BLOCK_BYTES = 32 << 20
 """float32 logits of one block of rows."""
+SMALL_VOCABULARY = 1024
+"""Up to here logits are neither cut into blocks nor computed again."""
 BACKWARD_BLOCKS = 4
 """Blocks that the backward pass computes again at once."""
 KV_BLOCK_TOKENS = 128
@@ -207,12 +209,19 @@ class _Trained:
             return 0
         copies = 3 if self._entropy else 2
         whole = read * self._model.vocabulary * 4 // self._role.dims.tp
+        if self._words_are_few:
+            return (copies + 1) * whole
         return copies * (whole if whole <= LOGITS_KEPT_BYTES else min(whole, BACKWARD_BLOCKS * LOGITS_BLOCK_BYTES))
 
     def _block(self, read: int) -> int:
         if not self._reads_words:
             return 0
-        return min(read * self._model.vocabulary * 4 // self._role.dims.tp, LOGITS_BLOCK_BYTES)
+        whole = read * self._model.vocabulary * 4 // self._role.dims.tp
+        return whole if self._words_are_few else min(whole, LOGITS_BLOCK_BYTES)
+
+    @property
+    def _words_are_few(self) -> bool:
+        return self._role.dims.tp == 1 and self._model.vocabulary <= SMALL_VOCABULARY
 
     def _gathered(self, *, backward: bool) -> int:
         """What FSDP has gathered at once: the root (embedding and head), and the layer at work with the next one."""

@@ -73,7 +73,7 @@ def token_log_probs(
         temperature: divides the logits, > 0.
         shard: this rank's slice of the vocabulary; ``hidden`` and ``targets`` are then equal on all its ranks.
         vocab_limit: ids from here on have probability 0; None: all ids of the head can be sampled.
-        keep_bytes, block_bytes: memory targets, see the module.
+        keep_bytes, block_bytes: memory targets (not of a small vocabulary), see the module.
 
     Raises:
         ValueError: when the temperature is not positive, or a target is beyond ``vocab_limit``.
