@@ -145,17 +145,17 @@ def _scorers(config: PPOConfig, key: str, rows: Sequence[PromptRow]) -> Iterator
 
 def _chats(config: PPOConfig, key: str, rows: Sequence[PromptRow]) -> Iterator[Finding]:
     """What a chat template would stumble over."""
-    chats = [row for row in rows if not isinstance(row.prompt, str)]
+    chats = [(row, row.prompt) for row in rows if not isinstance(row.prompt, str)]
     if not chats:
         return
     model = config.actor_rollout_ref.model
     path = model.tokenizer_path or model.path
     folder = SHIPPED_MODEL if path == BUILTIN_TASK else find_folder(path)
     if folder is not None and not has_chat_template(folder):
-        text = f"{chats[0].where} is a chat, and the tokenizer of {path} has no chat template"
+        text = f"{chats[0][0].where} is a chat, and the tokenizer of {path} has no chat template"
         fix = "Use a prompt column of plain text, or an instruct model."
         yield Finding(level="error", what=key, text=text, fix=fix)
-    odd = next(((row, message) for row in chats for message in row.prompt if message["role"] not in ROLES), None)
+    odd = next(((row, message) for row, chat in chats for message in chat if message["role"] not in ROLES), None)
     if odd is not None:
         text = f"{odd[0].where} has a message of the role {odd[1]['role']!r}, which few chat templates know"
         fix = f"Roles are {', '.join(ROLES)}."
