@@ -87,7 +87,16 @@ def panel(top: float, title: str, note: str, layout: TrainingLayout, *, arrows: 
 def picture() -> str:
     """The whole figure."""
     dims = ParallelDims(dp_replicate=2, dp_shard=4)
-    head = [text(24, 30, "8 ranks: two replicas of four shards train, tensor parallel pairs generate", 17, anchor="start", weight="bold")]
+    head = [
+        text(
+            24,
+            30,
+            "8 ranks: two replicas of four shards train, tensor parallel pairs generate",
+            17,
+            anchor="start",
+            weight="bold",
+        )
+    ]
     for rank in range(WORLD):
         head.append(text(LEFT + rank * STEP + BAR / 2, 66, f"rank {rank}", 14, weight="bold"))
         head.append(text(LEFT + rank * STEP + BAR / 2, 84, f"tp {rank % TP}", 12, MUTED))

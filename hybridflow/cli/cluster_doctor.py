@@ -7,7 +7,6 @@ cannot, 3 no cluster is reached.
 from __future__ import annotations
 
 import ipaddress
-import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,14 +24,12 @@ SKEW_WARN_S, SKEW_FAIL_S = 1.0, 60.0
 DISK_FAIL_GIB, DISK_WARN_GIB = 1.0, 20.0
 SLOW_BYTES_PER_S = 100e6
 """Below this an all-reduce between nodes is worth a warning: a 1 Gbit/s network gives 117 MB/s."""
-KNOCK_TIMEOUT_S = 5.0
 GIB = float(2**30)
 
 
 def main(address: str, *, model: str | None, shared: str | None, timeout_s: float) -> int:
     """Joins the cluster, asks, prints; the exit code."""
     try:
-        _knock(address)
         cluster = start_ray({"address": address})
     except MachineError as error:
         print(
@@ -55,21 +52,6 @@ def main(address: str, *, model: str | None, shared: str | None, timeout_s: floa
     print(f"\nA run cannot use this cluster: {failed} problem(s) above." if failed else "\nReady: trainer.nnodes="
           f"{len(found.nodes)} ray_kwargs.ray_init.address={address}")  # fmt: skip
     return FAILED if failed else OK
-
-
-def _knock(address: str) -> None:
-    """Asks in a moment what Ray would ask for a minute.
-
-    Raises:
-        MachineError: nobody listens at ``HOST:PORT``.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
-    except OSError as error:
-        raise MachineError(f"no Ray cluster at {address}: {error}") from error
 
 
 def table(found: ClusterReport) -> str:

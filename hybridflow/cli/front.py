@@ -16,6 +16,7 @@ import importlib.util
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from rich.markup import escape
 
 from hybridflow.config.problems import MAX_SHOWN, InvalidConfigError, Problem, did_you_mean, raise_if_any
 from hybridflow.config.tree import defaults_tree
-from hybridflow.utils.errors import ConfigError, DataError, DeadlineError, LostError, MachineError
+from hybridflow.utils.errors import ConfigError, DataError, DeadlineError, HybridFlowError, LostError, MachineError
 
 OK, FAILED, BAD_CONFIG, BAD_MACHINE, LOST = 0, 1, 2, 3, 4
 DEFAULTS_NODE = "hybridflow_defaults"
@@ -93,8 +94,11 @@ def compose_and_run(
 
     def judged(config: DictConfig) -> None:
         _set_or_unset(FULL_ERROR, full)
-        outcome.append(FAILED)  # what an error leaves that is nobody's fault but ours: Hydra shows its traceback
-        outcome.append(guarded(lambda: task(to_tree(config))))
+        outcome.append(FAILED)
+        try:
+            outcome.append(guarded(lambda: task(to_tree(config))))
+        except Exception:  # noqa: BLE001  the end of the process: nobody's fault but ours, or that of the user's code
+            traceback.print_exc()
 
     before, sys.argv = sys.argv, [sys.argv[0], *rewrite(arguments)]
     os.environ[FULL_ERROR] = "1"  # while Hydra composes: it hands errors to us in place of printing them
@@ -210,6 +214,9 @@ def guarded(task: Callable[[], int]) -> int:
     except (LostError, DeadlineError) as error:
         report(error, "The run lost a worker" if isinstance(error, LostError) else "The run waited too long")
         return LOST
+    except HybridFlowError as error:  # a worker's has that rank's traceback in it; the driver's tells nothing more
+        report(error, "The run failed")
+        return FAILED
 
 
 def report(error: Exception, headline: str) -> None:

@@ -23,7 +23,7 @@ from hybridflow.config.model import ModelConfig
 from hybridflow.config.problems import did_you_mean
 from hybridflow.config.root import PPOConfig
 from hybridflow.launch.data_findings import check_data
-from hybridflow.launch.hf_model import ModelFacts, find_folder, looks_like_hub_name, read_model
+from hybridflow.launch.hf_model import ModelFacts, find_folder, hub_answers, looks_like_hub_name, read_model
 from hybridflow.launch.machine import Machine, inspect_machine
 from hybridflow.launch.model_files import check_model_files, check_tokenizer
 from hybridflow.launch.paths import similar
@@ -218,6 +218,9 @@ def _model_folder(key: str, path: str) -> Iterator[Finding]:
         yield Finding(
             level="error", what=key, text=f"{path} is not in the local cache and HF_HUB_OFFLINE is set", fix=fix
         )
+    elif not hub_answers():
+        text = f"{path} is neither a folder nor in the local cache, and the hub cannot be reached from here"
+        yield Finding(level="error", what=key, text=text, fix="Give a folder, or download it where there is a network.")
     else:
         text = f"{path} is neither a folder nor in the local cache: it would be downloaded from the hub"
         yield Finding(level="warning", what=key, text=text, fix="Its sizes could not be judged.")

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from hybridflow.config.data import BUILTIN_TASK
 from hybridflow.data.builtin_spec import MODEL_CONFIG
 from hybridflow.utils.errors import MachineError
+
+HUB_TIMEOUT_S = 3.0
+"""Seconds in which the hub takes a connection, where it can be reached at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,27 @@ def find_folder(path: str) -> Path | None:
 def looks_like_hub_name(path: str) -> bool:
     """Whether ``path`` could be ``owner/name`` on the hub and is no file path."""
     return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path.partition("/")[0]).is_dir()
+
+
+@cache
+def hub_answers() -> bool:
+    """Whether the hub takes a connection within moments; also said where a proxy stands between, which is not asked."""
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    found: list[bool] = []
+
+    def ask() -> None:
+        try:
+            socket.create_connection((url.hostname or "", url.port or 443), timeout=HUB_TIMEOUT_S).close()
+        except OSError:
+            return
+        found.append(True)
+
+    asking = threading.Thread(target=ask, daemon=True)  # a resolver of names knows no deadline
+    asking.start()
+    asking.join(HUB_TIMEOUT_S)
+    return bool(found)
 
 
 def read_model(path: str, override: Mapping[str, Any] | None = None) -> ModelFacts | None:

@@ -68,6 +68,9 @@ def _in_file(key: str, own: CustomClassConfig, positional: int, keywords: Sequen
     elif own.name not in names and "*" not in names:
         fix = did_you_mean(own.name, known) or f"The file defines {', '.join(known) or 'nothing'}."
         yield Finding(level="error", what=f"{key}.name", text=f"{own.path} defines no {own.name}", fix=fix)
+    elif (absent := _absent_import(tree, file)) is not None:
+        text, fix = f"{own.path} imports {absent}, which cannot be found", f"Install it, or put it beside {own.path}."
+        yield Finding(level="error", what=f"{key}.path", text=text, fix=fix)
     else:
         refusal = _refusal(names.get(own.name), positional, keywords)
         if refusal is None:
@@ -140,6 +143,19 @@ def _bound(node: ast.stmt) -> list[str]:
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
     return []
+
+
+def _absent_import(tree: ast.Module, file: Path) -> str | None:
+    """The first package that a file imports at its top level and that is nowhere; its own folder counts."""
+    for node in tree.body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [node.module]
+        for head in (name.partition(".")[0] for name in names):
+            beside = (file.parent / f"{head}.py").is_file() or (file.parent / head).is_dir()
+            if not beside and head not in sys.modules and importlib.util.find_spec(head) is None:
+                return head
+    return None
 
 
 def _refusal(node: ast.AST | None, positional: int, keywords: Sequence[str]) -> str | None:

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ DEFAULT_SLOTS = 64
 """Logical CPU slots of a Ray that we start: more ranks than that on one machine are surely a mistake."""
 LAPTOP_BYTES = 64 << 30
 """Below this much memory the object store of our own Ray is kept small; Ray itself would take 30 %."""
+KNOCK_TIMEOUT_S = 5.0
+"""Seconds in which the head of a cluster takes a connection."""
 LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Set to 0, Ray's daemons listen on 127.0.0.1 only, on Linux too. Without it Ray (2.60) replaces a loopback address by
 the machine's outside one and listens on every interface."""
@@ -68,6 +71,7 @@ def start_ray(ray_init: Mapping[str, Any] | None = None) -> Cluster:
     before = set(health.descendants([os.getpid()]))
     try:
         if address and address != "local":
+            _knock(str(address))
             logging.getLogger(maybe_enable_token_auth_if_token_available.__module__).setLevel(logging.ERROR)
             maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # a head does so, a driver does not
             ray.init(address=address, **{**quiet, **wanted})
@@ -81,6 +85,24 @@ def start_ray(ray_init: Mapping[str, Any] | None = None) -> Cluster:
         where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
         raise MachineError(f"could not {where}: {error}") from error
     return Cluster(owned=True, processes=tuple(set(health.descendants([os.getpid()])) - before))
+
+
+def _knock(address: str) -> None:
+    """Asks in a moment what Ray would ask for minutes.
+
+    Raises:
+        MachineError: nobody listens at ``HOST:PORT``.
+    """
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
+    except OSError as error:
+        raise MachineError(
+            f"no Ray cluster at {address} (ray_kwargs.ray_init.address or RAY_ADDRESS): {error}. Start one there "
+            "(bash scripts/ray_node.sh head PORT), or leave the address out for a Ray of this run's own"
+        ) from error
 
 
 def check_ray_init(ray_init: Mapping[str, Any]) -> None:

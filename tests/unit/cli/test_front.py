@@ -5,7 +5,7 @@ import pytest
 from hybridflow.cli.front import BAD_CONFIG, BAD_MACHINE, FAILED, LOST, OK, compose_and_run, config_folder, rewrite
 from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig
-from hybridflow.utils.errors import ConfigError, DataError, DeadlineError, LostError, MachineError
+from hybridflow.utils.errors import ConfigError, DataError, DeadlineError, LostError, MachineError, WorkerError
 
 
 def composed(*arguments: str) -> dict:
@@ -103,6 +103,7 @@ def test_lists_as_public_scripts_write_them():
         (MachineError("no GPU"), BAD_MACHINE),
         (LostError("rank 1 died"), LOST),
         (DeadlineError("rank 1 hangs"), LOST),
+        (WorkerError("rank 1 raised"), FAILED),
     ],
 )
 def test_errors_of_the_users_making_become_exit_codes_without_traceback(error, code, capsys):

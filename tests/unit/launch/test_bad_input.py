@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 from hybridflow.config.load import load_config
 from hybridflow.data.builtin import ensure_builtin_model
 from hybridflow.launch.findings import fatal
+from hybridflow.launch.hf_model import hub_answers
 from hybridflow.launch.machine import Gpu, Machine
 from hybridflow.launch.preflight import check_machine, plan_run
 from hybridflow.utils.errors import HybridFlowError
@@ -366,6 +368,7 @@ SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info{}
         ("def compute_score(completions, **kwargs):\n    pass\n", "takes (completions, **kwargs) and is called with"),
         ("def compute_score(solution, truth):\n    pass\n", "Give it these arguments: data_source, solution_str"),
         ("def compute_score(data_source, solution_str, ground_truth):\n    pass\n", "extra_info="),
+        ("import no_package_of_mine\n" + SCORE.format(""), "imports no_package_of_mine, which cannot be found"),
         (SCORE.format(", weight"), "takes (data_source, solution_str, ground_truth, extra_info, weight)"),
         ("def compute_score():\n    \0\n", "null bytes"),
     ],
@@ -382,8 +385,8 @@ def test_a_reward_file_without_a_function_that_can_be_called_is_an_error(tmp_pat
     "code",
     [
         "async def compute_score(**sample):\n    pass\n",
-        "from x import f as compute_score\n",
-        "from x import *\n",
+        "from neighbour import f as compute_score\n",
+        "from neighbour import *\n",
         "compute_score = len\n",
         "try:\n    from x import compute_score\nexcept ImportError:\n    compute_score = None\n",
         "@wrapped\ndef compute_score(a):\n    pass\n",
@@ -391,6 +394,7 @@ def test_a_reward_file_without_a_function_that_can_be_called_is_an_error(tmp_pat
     ],
 )
 def test_a_reward_function_may_be_async_imported_or_assigned(tmp_path, code):
+    (tmp_path / "neighbour.py").write_text("")
     file = tmp_path / "reward.py"
     file.write_text(code)
     judge(f"reward.custom_reward_function.path={file}")
@@ -492,6 +496,19 @@ def test_a_model_without_tokenizer_or_with_a_broken_one_is_an_error(tmp_path):
     (tmp_path / "tokenizer.json").unlink()
     assert "has no tokenizer (no tokenizer.json)" in refusal(tmp_path)
     judge(f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.model.tokenizer_path=builtin:arithmetic")
+
+
+@pytest.mark.parametrize(("endpoint", "level"), [("http://127.0.0.1:9", "error"), (None, "warning")])
+def test_a_hub_that_does_not_answer_is_an_error_before_the_run(monkeypatch, endpoint, level):
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    hub_answers.cache_clear()
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint or f"http://127.0.0.1:{hub.getsockname()[1]}")
+        config = load_config(tree("actor_rollout_ref.model.path=org/nothing-here"))
+        found = check_machine(config, plan_run(config, LAPTOP), LAPTOP)
+    assert [f.level for f in found if f.what == "actor_rollout_ref.model.path"] == [level]
+    hub_answers.cache_clear()
 
 
 def test_a_file_in_place_of_the_model_s_folder_is_an_error(tmp_path):
