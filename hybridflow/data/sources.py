@@ -274,7 +274,7 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not valid json: {error}") from error
+        raise DataError(f"{where} is not valid json: {error.msg} at character {error.pos}") from error
 
 
 def _whole(value: str | int, where: str) -> int:

@@ -69,9 +69,10 @@ def start_ray(ray_init: Mapping[str, Any] | None = None) -> Cluster:
     address = wanted.pop("address", None) or os.environ.get("RAY_ADDRESS")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     before = set(health.descendants([os.getpid()]))
+    if address and address != "local":
+        _knock(str(address))
     try:
         if address and address != "local":
-            _knock(str(address))
             logging.getLogger(maybe_enable_token_auth_if_token_available.__module__).setLevel(logging.ERROR)
             maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # a head does so, a driver does not
             ray.init(address=address, **{**quiet, **wanted})
