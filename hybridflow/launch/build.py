@@ -45,7 +45,7 @@ from hybridflow.single_controller.replicas import ReplicaGroup
 from hybridflow.topology.resources import MAIN_POOL
 from hybridflow.trainer.checkpoint import CheckpointStore
 from hybridflow.trainer.ppo import PPOTrainer
-from hybridflow.trainer.progress import StartUp, final_lines
+from hybridflow.trainer.progress import StartUp, final_lines, screen
 from hybridflow.trainer.remax import ReMaxTrainer
 from hybridflow.trainer.resume import checkpoint_store
 from hybridflow.trainer.run import Run
@@ -77,7 +77,7 @@ def run(config: PPOConfig, plan: RunPlan, cluster: ClusterStart | None = None) -
     """
     run_logging.set_up()
     folder = Path(config.trainer.default_local_dir)
-    console = Console(highlight=False, soft_wrap=True)
+    console = screen()
     store = checkpoint_store(config)
     with own_folder(folder), StopSignals() as signals:
         _write_config(config, folder)

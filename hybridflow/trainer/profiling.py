@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -16,10 +15,11 @@ from hybridflow.batch.futures import gather
 from hybridflow.config.profiler import ProfilerConfig
 from hybridflow.roles.profiles import CallProfile
 from hybridflow.roles.protocols import Observer
+from hybridflow.trainer.progress import screen
 
 SUMMARY_FILE = "profile.json"
-LOG_WIDTH = 120
-NAME_WIDTH = 44
+NAME_WIDTH = 40
+"""Characters of an operation's name; with the numbers a line fits 80 columns."""
 
 
 class StepProfiler:
@@ -52,11 +52,8 @@ class StepProfiler:
             calls += gather(pending)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SUMMARY_FILE).write_text(json.dumps([dataclasses.asdict(call) for call in calls], indent=1))
-        console = Console(highlight=False)
-        if not console.is_terminal:  # a log file has no width of its own
-            console = Console(highlight=False, width=LOG_WIDTH)
-        console.print(cost_table(calls, step=step, top=self._settings.top))
-        console.print(f"profile: {escape(str(folder))}", soft_wrap=True)
+        screen().print(cost_table(calls, step=step, top=self._settings.top))
+        screen().print(f"profile: {escape(str(folder))}")
 
     def over(self, done: int) -> bool:
         """Whether the run ends behind step ``done``, because nothing is left to record."""
@@ -65,21 +62,19 @@ class StepProfiler:
 
 def cost_table(calls: Sequence[CallProfile], *, step: int, top: int) -> Table:
     """The ``top`` costliest operations of every call, by role and phase; several ranks one after another."""
-    table = Table(title=f"profile of step {step}", title_justify="left", box=None, padding=(0, 1))
-    for name in ("role", "phase", "rank", "operation"):
-        table.add_column(name, no_wrap=True)
+    table = Table(title=f"profile of step {step}", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.add_column("operation", no_wrap=True)
     for name in ("calls", "seconds", "share", "peak MB"):
         table.add_column(name, justify="right", no_wrap=True)
     for call in calls:
         peak = f"{call.peak_bytes / 1e6:,.1f}"
-        table.add_row(
-            call.role, call.method, str(call.rank), "[bold]everything[/]", "", f"{call.seconds:.3f}", "", peak
-        )
+        name = f"[bold]{call.role}.{call.method}[/], rank {call.rank}"
+        table.add_row(name, "", f"{call.seconds:.3f}", "", peak)
         for cost in call.operations[:top]:
             seconds = cost.device_seconds or cost.seconds
             share = f"{100 * seconds / call.seconds:.1f} %" if call.seconds else ""
             held = f"{cost.peak_bytes / 1e6:,.1f}" if cost.peak_bytes else ""
-            table.add_row("", "", "", escape(_short(cost.name)), f"{cost.calls:,}", f"{seconds:.3f}", share, held)
+            table.add_row(f"  {escape(_short(cost.name))}", f"{cost.calls:,}", f"{seconds:.3f}", share, held)
     return table
 
 

@@ -10,13 +10,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Column, Table
 
 from hybridflow.trainer.tracking import RunInfo
 
@@ -31,6 +32,14 @@ FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 there is one, else of the update itself."""
 _VALIDATION = "val-core/"
 _ETA_WINDOW = 20
+BAR_FROM = 105
+"""Columns of a terminal that hold the numbers of a step and a bar."""
+
+
+@cache
+def screen() -> Console:
+    """The one console on standard output: two of them would write over each other's live line."""
+    return Console(highlight=False, soft_wrap=True)
 
 
 class ConsoleTracker:
@@ -38,11 +47,11 @@ class ConsoleTracker:
 
     Args:
         info: the run.
-        console: where to; None: standard output.
+        console: where to; None: ``screen()``.
     """
 
     def __init__(self, info: RunInfo, console: Console | None = None) -> None:
-        self._console = console if console is not None else Console(highlight=False, soft_wrap=True)
+        self._console = console if console is not None else screen()
         self._total = info.total_steps
         self._seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
         self._progress: Progress | None = None
@@ -87,7 +96,16 @@ class ConsoleTracker:
 
     def _live(self, step: int, line: str) -> None:
         if self._progress is None:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[line]}"))
+            steps = Column(no_wrap=True, min_width=len(f"{self._total}/{self._total}"))
+            before: list[ProgressColumn] = [
+                TextColumn("step", table_column=Column(min_width=4)),
+                MofNCompleteColumn(table_column=steps),
+            ]
+            before += [BarColumn(20)] if self._console.width >= BAR_FROM else []
+            columns = (
+                *before,
+                TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            )
             self._progress = Progress(*columns, console=self._console, refresh_per_second=4)
             self._task = self._progress.add_task("", total=self._total, line="")
             self._progress.start()

@@ -12,13 +12,21 @@ _FORMAT = "%(asctime)s %(levelname)s {speaker}%(name)s: %(message)s"
 _seen: set[tuple[str, str]] = set()
 
 
+class _ToStderr(logging.Handler):
+    """Writes to what stderr is at that time: while a live line stands on the terminal, the writer of lines above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one line."""
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def set_up(*, role: str | None = None, rank: int | None = None, level: int | str = logging.INFO) -> None:
     """Sends the log of ``hybridflow`` to stderr, once per process; a second call replaces role, rank and level.
 
     Other libraries' loggers are left as they are. ``role`` and ``rank`` name a worker; the driver gives neither.
     """
     speaker = "" if role is None else f"{role} " if rank is None else f"{role}[{rank}] "
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _ToStderr()
     handler.setFormatter(logging.Formatter(_FORMAT.format(speaker=speaker), datefmt="%H:%M:%S"))
     logger = logging.getLogger("hybridflow")
     logger.handlers = [handler]

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import io
+import logging
+import re
 import time
 
 from rich.console import Console
 
 from hybridflow.trainer.progress import ConsoleTracker, StartUp, final_lines
 from hybridflow.trainer.tracking import RunInfo
+from hybridflow.utils.logging import set_up
 
 STEP = {
     "training/global_step": 2,
@@ -82,3 +85,28 @@ def test_the_final_lines_say_from_what_to_what_and_where():
         "try next:",
         "  python -m hybridflow.main_ppo --dry-run",
     ]
+
+
+def test_a_narrow_terminal_keeps_the_numbers_and_drops_the_bar(tmp_path):
+    for width, bar in ((80, False), (120, True)):
+        stream = io.StringIO()
+        info = RunInfo(project="p", experiment="e", folder=tmp_path, config={}, total_steps=320)
+        tracker = ConsoleTracker(info, Console(file=stream, force_terminal=True, width=width, soft_wrap=True))
+        tracker.log(2, STEP)
+        tracker.finish()
+        shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+        assert "  2/320" in shown and "s/step 2.00" in shown
+        assert ("━" in shown) == bar
+
+
+def test_a_log_line_goes_where_the_live_line_says(tmp_path, capsys):
+    set_up()
+    info = RunInfo(project="p", experiment="e", folder=tmp_path, config={}, total_steps=30)
+    stream = io.StringIO()
+    tracker = ConsoleTracker(info, Console(file=stream, force_terminal=True, width=120, soft_wrap=True))
+    tracker.log(2, STEP)
+    logging.getLogger("hybridflow.trainer.saving").warning("saved")
+    tracker.finish()
+    logging.getLogger("hybridflow").handlers = []
+    assert "hybridflow.trainer.saving: saved" in stream.getvalue()
+    assert capsys.readouterr().err == ""
