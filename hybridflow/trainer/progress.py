@@ -109,6 +109,8 @@ class ConsoleTracker:
             self._progress = Progress(*columns, console=self._console, refresh_per_second=4)
             self._task = self._progress.add_task("", total=self._total, line="")
             self._progress.start()
+        if self._console.width < BAR_FROM:
+            line = line.replace("  ", " ")
         self._progress.update(self._task, completed=step, line=line, refresh=True)
 
 

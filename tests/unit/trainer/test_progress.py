@@ -95,7 +95,7 @@ def test_a_narrow_terminal_keeps_the_numbers_and_drops_the_bar(tmp_path):
         tracker.log(2, STEP)
         tracker.finish()
         shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-        assert "  2/320" in shown and "s/step 2.00" in shown
+        assert "  2/320" in shown and "eta 10:36" in shown
         assert ("━" in shown) == bar
 
 
