@@ -97,16 +97,11 @@ class ConsoleTracker:
     def _live(self, step: int, line: str) -> None:
         if self._progress is None:
             steps = Column(no_wrap=True, min_width=len(f"{self._total}/{self._total}"))
-            before: list[ProgressColumn] = [
-                TextColumn("step", table_column=Column(min_width=4)),
-                MofNCompleteColumn(table_column=steps),
-            ]
-            before += [BarColumn(20)] if self._console.width >= BAR_FROM else []
-            columns = (
-                *before,
-                TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
-            )
-            self._progress = Progress(*columns, console=self._console, refresh_per_second=4)
+            counted: list[ProgressColumn] = [MofNCompleteColumn(table_column=steps)]
+            if self._console.width >= BAR_FROM:
+                counted = [TextColumn("step"), *counted, BarColumn(20)]
+            numbers = TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+            self._progress = Progress(*counted, numbers, console=self._console, refresh_per_second=4)
             self._task = self._progress.add_task("", total=self._total, line="")
             self._progress.start()
         if self._console.width < BAR_FROM:
