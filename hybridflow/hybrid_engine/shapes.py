@@ -73,7 +73,8 @@ def load_config(model: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:  # no config.json, not json, a model type that it does not know
-        raise ConfigError(f"model {model!r} has no configuration that transformers reads: {error}") from error
+        said = str(error).partition("\n")[0]
+        raise ConfigError(f"model {model!r} has no configuration that transformers reads: {said}") from error
 
 
 def model_shapes(config: PretrainedConfig) -> ModelShapes:
