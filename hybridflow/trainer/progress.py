@@ -95,18 +95,19 @@ class ConsoleTracker:
         return "  ".join(parts)
 
     def _live(self, step: int, line: str) -> None:
-        if self._progress is None:
+        progress = self._progress
+        if progress is None:
             steps = Column(no_wrap=True, min_width=len(f"{self._total}/{self._total}"))
             counted: list[ProgressColumn] = [MofNCompleteColumn(table_column=steps)]
             if self._console.width >= BAR_FROM:
                 counted = [TextColumn("step"), *counted, BarColumn(20)]
             numbers = TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-            self._progress = Progress(*counted, numbers, console=self._console, refresh_per_second=4)
-            self._task = self._progress.add_task("", total=self._total, line="")
-            self._progress.start()
+            progress = Progress(*counted, numbers, console=self._console, refresh_per_second=4)
+            self._progress, self._task = progress, progress.add_task("", total=self._total, line="")
+            progress.start()
         if self._console.width < BAR_FROM:
             line = line.replace("  ", " ")
-        self._progress.update(self._task, completed=step, line=line, refresh=True)
+        progress.update(self._task, completed=step, line=line, refresh=True)
 
 
 class StartUp:
