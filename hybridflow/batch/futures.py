@@ -66,6 +66,28 @@ class Mapped(Pending[T]):
         return self._call.seconds
 
 
+class Followed(Pending[T]):
+    """The result of a call that is made with the result of another one, when it is waited for."""
+
+    __slots__ = ("_call", "_next", "_then")
+
+    def __init__(self, call: Pending[Any], then: Callable[[Any], Pending[T]]) -> None:
+        self._call = call
+        self._then = then
+        self._next: Pending[T] | None = None
+
+    def wait(self) -> T:
+        """The second call's result; raises as either call does."""
+        if self._next is None:
+            self._next = self._then(self._call.wait())
+        return self._next.wait()
+
+    @property
+    def seconds(self) -> float:
+        """Of both calls."""
+        return self._call.seconds + (0.0 if self._next is None else self._next.seconds)
+
+
 @overload
 def gather(a: Pending[A], /) -> A: ...
 @overload

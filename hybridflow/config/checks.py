@@ -11,9 +11,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hybridflow.config.algorithm_checks import ACTOR, REF, correction, exact_kl
+from hybridflow.config.data import BUILTIN_TASK
 from hybridflow.config.problems import Problem, show
 
 if TYPE_CHECKING:
+    from hybridflow.config.actor import ActorConfig, RefConfig
+    from hybridflow.config.critic import CriticConfig
+    from hybridflow.config.reward import RewardModelConfig
     from hybridflow.config.root import PPOConfig
 
 VALUE_ESTIMATORS = frozenset({"gae"})
@@ -52,6 +56,7 @@ def across(config: PPOConfig) -> Iterator[Problem]:
     yield from exact_kl(config)
     yield from correction(config)
     yield from _pools(config)
+    yield from _reward_model(config)
     yield from _batch_sizes(config)
     yield from _layouts(config)
     yield from _pipeline_schedules(config)
@@ -63,12 +68,11 @@ def across(config: PPOConfig) -> Iterator[Problem]:
 def _not_yet(config: PPOConfig) -> Iterator[Problem]:
     """What engines (engines/train/parallelize.py: refuse_unsupported) and workers lack today, said early."""
     policy = config.actor_rollout_ref
-    for key, given, fix in ((f"{RM}.enable", config.reward.reward_model.enable, "Use reward.custom_reward_function."),):
-        if given:
-            yield Problem(key=key, given=show(given), text="no worker does this yet", fix=fix)
+    scorer = config.reward.reward_model
     shardings = [(f"{ACTOR}.fsdp_config", policy.actor.fsdp_config)]
     shardings += [(f"{REF}.fsdp_config", policy.ref.fsdp_config)] if config.needs_reference else []
     shardings += [("critic.fsdp", config.critic.fsdp)] if config.needs_critic else []
+    shardings += [(f"{RM}.fsdp_config", scorer.fsdp_config)] if scorer.enable else []
     for at, sharding in shardings:
         dtype = sharding.mixed_precision.param_dtype
         if dtype in ("fp16", "float16"):
@@ -77,6 +81,8 @@ def _not_yet(config: PPOConfig) -> Iterator[Problem]:
     models = [("actor_rollout_ref.model", policy.model, ACTOR, policy.actor.tensor_parallel_size)]
     if config.needs_critic:
         models.append(("critic.model", config.critic.model, "critic", config.critic.tensor_parallel_size))
+    if scorer.enable:
+        models.append((f"{RM}.model", scorer.model, RM, scorer.tensor_parallel_size))
     for at, model, role, tp in models:
         if model.use_liger and tp > 1:
             text, reads = f"liger's kernels take no weights cut over {tp} ranks", (f"{role}.tensor_parallel_size",)
@@ -181,6 +187,18 @@ def _pools(config: PPOConfig) -> Iterator[Problem]:
     yield from _generator_apart(config)
 
 
+def _reward_model(config: PPOConfig) -> Iterator[Problem]:
+    scorer = config.reward.reward_model
+    if scorer.enable and scorer.model.path == BUILTIN_TASK:
+        key, reads = f"{RM}.model.path", (f"{RM}.enable",)
+        text, fix = "is the default job's policy, which scores nothing", "Give the folder of a sequence classifier."
+        yield Problem(key=key, given=scorer.model.path, text=text, fix=fix, reads=reads)
+    if scorer.enable and scorer.model.lora_rank > 0:
+        text = "a reward model is not trained: it has no adapters of its own"
+        given = show(scorer.model.lora_rank)
+        yield Problem(key=f"{RM}.model.lora_rank", given=given, text=text, fix="Merge them into its folder first.")
+
+
 def _generator_apart(config: PPOConfig) -> Iterator[Problem]:
     """What a generator on devices of its own needs."""
     if config.rollout_shares_devices and not config.actor_rollout_ref.hybrid_engine:
@@ -273,9 +291,18 @@ def _dynamic(config: PPOConfig, role: str) -> bool:
 
 def _replica(config: PPOConfig, role: str) -> int:
     """Ranks that share one block of rows in training: pp x sp x tp."""
-    policy = config.actor_rollout_ref
-    section = {"actor": policy.actor, "reference": policy.ref, "critic": config.critic}[role]
+    section = _section(config, role)
     return section.pipeline_parallel_size * section.ulysses_sequence_parallel_size * section.tensor_parallel_size
+
+
+def _section(config: PPOConfig, role: str) -> ActorConfig | RefConfig | CriticConfig | RewardModelConfig:
+    policy = config.actor_rollout_ref
+    return {
+        "actor": policy.actor,
+        "reference": policy.ref,
+        "critic": config.critic,
+        "reward_model": config.reward.reward_model,
+    }[role]
 
 
 def _degree_keys(at: str) -> tuple[str, ...]:
@@ -313,6 +340,9 @@ def _layouts(config: PPOConfig) -> Iterator[Problem]:
         roles.append(("reference", REF, policy.ref.fsdp_config, policy.ref.zero_stage, f"{REF}.fsdp_config"))
     if config.needs_critic:
         roles.append(("critic", "critic", config.critic.fsdp, config.critic.zero_stage, "critic.fsdp"))
+    scorer = config.reward.reward_model
+    if scorer.enable:
+        roles.append(("reward_model", RM, scorer.fsdp_config, scorer.zero_stage, f"{RM}.fsdp_config"))
     for role, at, sharding, stage, sharding_at in roles:
         yield from _training_layout(config, role, at, sharding.fsdp_size, stage, sharding_at)
 
@@ -324,8 +354,7 @@ def _training_layout(
     devices = _device_keys(config, role)
     if world % replica:
         names: dict[str, str] = dict(zip(("pp", "sp", "tp"), _degree_keys(at), strict=True))
-        policy = config.actor_rollout_ref
-        section = {"actor": policy.actor, "reference": policy.ref, "critic": config.critic}[role]
+        section = _section(config, role)
         degrees: dict[str, int] = {
             "pp": section.pipeline_parallel_size,
             "sp": section.ulysses_sequence_parallel_size,
@@ -385,7 +414,7 @@ def _lengths(config: PPOConfig) -> Iterator[Problem]:
         fix = f"Use {config.model_length} or more."
         reads = (*lengths, f"{ROLLOUT}.max_model_len", f"{ROLLOUT}.enable_chunked_prefill")
         yield Problem(key=key, given=show(rollout.max_num_batched_tokens), text=text, fix=fix, reads=reads)
-    actor, ref, critic = policy.actor, policy.ref, config.critic
+    actor, ref, critic, scorer = policy.actor, policy.ref, config.critic, config.reward.reward_model
     sp_actor, sp_ref, sp_critic = (s.ulysses_sequence_parallel_size for s in (actor, ref, critic))
     budgets = [
         (ACTOR, "ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, sp_actor, actor.use_dynamic_bsz,
@@ -396,8 +425,8 @@ def _lengths(config: PPOConfig) -> Iterator[Problem]:
          ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu, config.needs_reference),
         ("critic", "ppo_max_token_len_per_gpu", critic.ppo_max_token_len_per_gpu, sp_critic, critic.use_dynamic_bsz,
          critic.ppo_micro_batch_size_per_gpu, config.needs_critic),
-        (RM, "max_token_len_per_gpu", config.reward.reward_model.max_token_len_per_gpu, 1, None,
-         config.reward.reward_model.micro_batch_size_per_gpu, config.reward.reward_model.enable),
+        (RM, "max_token_len_per_gpu", scorer.max_token_len_per_gpu, scorer.ulysses_sequence_parallel_size, None,
+         scorer.micro_batch_size_per_gpu, scorer.enable),
     ]  # fmt: skip
     for at, name, budget, sp, dynamic, rows, plays in budgets:
         if plays and dynamic is False and rows is None:

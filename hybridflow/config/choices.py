@@ -101,7 +101,7 @@ REJECTIONS = (
 BYPASS_LOSSES = ("ppo_clip", "reinforce")
 GUARD_ACTIONS = ("warn", "fallback", "stop")
 EXHAUSTED_ACTIONS = ("train", "skip", "error")
-PROFILED_ROLES = ("actor", "reference", "rollout", "weights", "critic", "cost_critic", "reward")
+PROFILED_ROLES = ("actor", "reference", "rollout", "weights", "critic", "cost_critic", "reward_model", "reward")
 """Every role that a process may host."""
 PROFILED_CONTENTS = ("cpu", "cuda", "memory", "shapes", "stack")
 POOL_ROLES = ("rollout", "critic", "reference", "reward")

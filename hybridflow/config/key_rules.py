@@ -156,9 +156,8 @@ def _reward() -> Iterator[Rule]:
         yield refused(f"{old}.sandbox_fusion.**", "call the sandbox from reward.custom_reward_function")
         yield renamed(f"{old}.model_path", f"{model}.model.path")
         yield renamed(f"{old}.num_workers", "reward.num_workers")
-        yield refused(f"{old}.ulysses_sequence_parallel_size", f"use {model}.fsdp_config")
     yield refused("reward.sandbox_fusion.**", "call the sandbox from reward.custom_reward_function")
-    for name in ("enable", "micro_batch_size_per_gpu"):
+    for name in ("enable", "micro_batch_size_per_gpu", "ulysses_sequence_parallel_size"):
         yield renamed(f"reward_model.{name}", f"{model}.{name}")
     yield renamed("reward_model.model.**", f"{model}.model.**")
     yield refused("reward_model.max_length", f"use {model}.max_token_len_per_gpu: rows are scored whole")

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from hybridflow.config.constraints import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Share
+from hybridflow.config.choices import TRAIN_STRATEGIES
+from hybridflow.config.constraints import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    OneOf,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+    Within,
+)
 from hybridflow.config.data import CustomClassConfig
 from hybridflow.config.model import FSDPConfig, ModelConfig
 
@@ -37,18 +47,34 @@ class OverlongConfig(Section):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardModelConfig(Section):
-    """A trained reward model, used beside or in place of the function."""
+    """A trained reward model: a body with one linear output, read at the last token of a response."""
 
     enable: bool = False
-    """Whether a reward model scores."""
+    """Whether a reward model scores: in place of the scorers of data sources; beside a custom function, whose score is
+    added."""
+    strategy: Annotated[str, OneOf(TRAIN_STRATEGIES)] = "fsdp2"
+    """Training engine used for its forward."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Its weights."""
+    """Its folder, as transformers' sequence or token classification writes it, with the policy's tokenizer."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding."""
+    tensor_parallel_size: PositiveInt = 1
+    """Tensor-parallel ranks."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Pipeline stages."""
+    ulysses_sequence_parallel_size: PositiveInt = 1
+    """Ulysses ranks."""
+    zero_stage: Annotated[int, Within(low=0, high=3)] | None = None
+    """0 to 3; None: from ``fsdp_config``."""
     micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences per forward; None: by token budget."""
     max_token_len_per_gpu: PositiveInt = 32768
     """Tokens of a micro-batch per device."""
+
+    @property
+    def sharding(self) -> FSDPConfig:
+        """``fsdp_config`` as ``zero_stage`` wants it."""
+        return self.fsdp_config.at_stage(self.zero_stage)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -149,7 +149,8 @@ class PPOConfig(Section):
 
     def pool_of(self, role: str) -> str:
         """Name of the pool that hosts ``role``; ``main`` unless ``trainer.pools`` says otherwise."""
-        return next((name for name, pool in self.trainer.pools.items() if role in pool.roles), "main")
+        named = "reward" if role == "reward_model" else role
+        return next((name for name, pool in self.trainer.pools.items() if named in pool.roles), "main")
 
     @property
     def rollout_shares_devices(self) -> bool:

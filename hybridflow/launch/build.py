@@ -18,7 +18,7 @@ from hybridflow.algorithms.kl import KL_CONTROLLERS
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.builtin import model_folder
 from hybridflow.data.loader import PromptLoader, validation_batches
-from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, same_tokens
 from hybridflow.dispatch.group import Fetched, WorkerGroup
 from hybridflow.launch.cluster import ClusterStart
 from hybridflow.launch.groups import open_groups
@@ -33,13 +33,15 @@ from hybridflow.roles.handles import (
     CostCriticHandle,
     CriticHandle,
     Handle,
+    ModelRewardHandle,
     ObserverHandle,
     ReferenceHandle,
     RewardHandle,
+    RewardModelHandle,
     RolloutHandle,
     WeightsHandle,
 )
-from hybridflow.roles.protocols import Checkpointed, Roles
+from hybridflow.roles.protocols import Checkpointed, Reward, Roles
 from hybridflow.roles.separate_weights import SeparateWeightsHandle
 from hybridflow.single_controller.replicas import ReplicaGroup
 from hybridflow.topology.resources import MAIN_POOL
@@ -52,7 +54,7 @@ from hybridflow.trainer.run import Run
 from hybridflow.trainer.safe_rlhf import SafeRLHFTrainer
 from hybridflow.trainer.tracking import build_trackers
 from hybridflow.utils import logging as run_logging
-from hybridflow.utils.errors import MachineError
+from hybridflow.utils.errors import ConfigError, MachineError
 
 logger = logging.getLogger(__name__)
 
@@ -210,11 +212,32 @@ def _model_source(config: PPOConfig) -> tuple[ModelSource, Tokenizer]:
     source = ModelSource(
         policy=policy,
         critic=policy if config.critic.model.path is None else model_folder(config.critic.model.path),
+        reward_model=_reward_model(config, tokenizer),
         tokenizer=model_folder(model.tokenizer_path or model.path),
         eos_token_ids=tokenizer.eos_ids,
         vocab_limit=tokenizer.vocabulary_size,
     )
     return source, tokenizer
+
+
+def _reward_model(config: PPOConfig, tokenizer: Tokenizer) -> str:
+    """Folder of the reward model; empty where none scores.
+
+    Raises:
+        ConfigError: it was trained on other tokens than those that the policy samples.
+    """
+    scorer = config.reward.reward_model
+    if not scorer.enable:
+        return ""
+    folder = model_folder(scorer.model.path)
+    own = scorer.model.tokenizer_path or folder
+    if not same_tokens(own, tokenizer, trust_remote_code=scorer.model.trust_remote_code):
+        raise ConfigError(
+            f"reward.reward_model.model.path={scorer.model.path}: its tokens are not those of {tokenizer.source}, "
+            "which it would be given. Use a reward model with the policy's tokenizer, or call this one from "
+            "reward.custom_reward_function"
+        )
+    return folder
 
 
 def _schedule_needs_length(config: PPOConfig) -> bool:
@@ -243,11 +266,14 @@ def _roles(config: PPOConfig, plan: RunPlan, groups: dict[str, WorkerGroup]) -> 
         checkpointed["critic"] = critic
     if cost_critic is not None:
         checkpointed["cost_critic"] = cost_critic
+    reward: Reward = handle(RewardHandle, "reward")
+    if "reward_model" in played:
+        reward = ModelRewardHandle(handle(RewardModelHandle, "reward_model"), handle(RewardHandle, "reward"))
     return Roles(
         actor=actor,
         rollout=handle(RolloutHandle, "rollout"),
         weights=_weights(config, groups),
-        reward=handle(RewardHandle, "reward"),
+        reward=reward,
         critic=critic,
         cost_critic=cost_critic,
         reference=handle(ReferenceHandle, "reference") if "reference" in played else None,

@@ -23,16 +23,14 @@ SCORED = ("response_ids", "response_length", "valid", "data_source", "ground_tru
 
 def dataflow(config: PPOConfig) -> tuple[Stage, ...]:
     """The calls of one step in order; calls of one stage have no edge between them."""
-    stages = [
-        Stage(stage="generate", role="rollout", method="generate_sequences", reads=PROMPT, writes=ROLLOUT_WRITES),
-        Stage(
-            stage="score",
-            role="reward",
-            method="compute_reward",
-            reads=SCORED,
-            writes=("score", "reward_info", "valid"),
-        ),
-    ]
+    stages = [Stage(stage="generate", role="rollout", method="generate_sequences", reads=PROMPT, writes=ROLLOUT_WRITES)]
+    scored = SCORED
+    if config.reward.reward_model.enable:
+        call, writes = "compute_model_score", ("model_score",)
+        stages.append(Stage(stage="score", role="reward_model", method=call, reads=SEQUENCE, writes=writes))
+        scored += writes
+    writes = ("score", "reward_info", "valid")
+    stages.append(Stage(stage="score", role="reward", method="compute_reward", reads=scored, writes=writes))
     if config.recomputes_old_log_probs:
         writes = ("old_log_probs", "old_entropy", *(("full_kl",) if config.exact_kl_in_reward else ()))
         writes += SQUARES if config.algorithm.adv_estimator in TOKEN_BASELINES else ()

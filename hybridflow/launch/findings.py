@@ -21,11 +21,12 @@ from hybridflow.config.critic import CriticConfig
 from hybridflow.config.data import BUILTIN_TASK
 from hybridflow.config.model import ModelConfig
 from hybridflow.config.problems import did_you_mean
+from hybridflow.config.reward import RewardModelConfig
 from hybridflow.config.root import PPOConfig
 from hybridflow.launch.data_findings import check_data
 from hybridflow.launch.hf_model import ModelFacts, find_folder, hub_answers, looks_like_hub_name, read_model
 from hybridflow.launch.machine import Machine, inspect_machine
-from hybridflow.launch.model_files import check_model_files, check_tokenizer
+from hybridflow.launch.model_files import check_model_files, check_tokenizer, stored_shapes
 from hybridflow.launch.paths import similar
 from hybridflow.launch.plan import Finding, RunPlan
 from hybridflow.launch.user_code import check_user_code
@@ -182,7 +183,7 @@ def _models(config: PPOConfig, plan: RunPlan) -> Iterator[Finding]:
     if config.needs_critic and config.critic.model.path is not None:
         yield from _model_folder("critic.model.path", config.critic.model.path)
     if config.reward.reward_model.enable:
-        yield from _model_folder("reward.reward_model.model.path", config.reward.reward_model.model.path)
+        yield from _reward_model(config.reward.reward_model)
     adapter = policy.model.lora_adapter_path
     if adapter is not None:
         key = "actor_rollout_ref.model.lora_adapter_path"
@@ -226,6 +227,25 @@ def _model_folder(key: str, path: str) -> Iterator[Finding]:
         yield Finding(level="warning", what=key, text=text, fix="Its sizes could not be judged.")
 
 
+def _reward_model(scorer: RewardModelConfig) -> Iterator[Finding]:
+    key, path = "reward.reward_model.model.path", scorer.model.path
+    yield from _model_folder(key, path)
+    try:
+        facts, folder = read_model(path), find_folder(path)
+        shapes = {} if folder is None else stored_shapes(folder)
+    except MachineError:  # said above
+        return
+    head = shapes.get("score.weight")
+    if shapes and head is None:
+        text, fix = f"{path} has no score.weight: it is no reward model", "Give a sequence classifier with one output."
+        yield Finding(level="error", what=key, text=text, fix=fix)
+    elif head is not None and head[0] != 1:
+        text, fix = f"{path} has {head[0]} outputs: a reward is one number", "Give a sequence classifier with one."
+        yield Finding(level="error", what=key, text=text, fix=fix)
+    if facts is not None:
+        yield from _training_fits("reward.reward_model", scorer, facts)
+
+
 def _tokenizer(model: ModelConfig) -> Iterator[Finding]:
     """What is wrong with the policy's tokenizer; a folder that is not there is said elsewhere."""
     own = model.tokenizer_path
@@ -260,7 +280,9 @@ def _model_fits(config: PPOConfig, model: ModelFacts) -> Iterator[Finding]:
         yield Finding(level="error", what=key, text=text, fix=fix)
 
 
-def _training_fits(at: str, section: ActorConfig | RefConfig | CriticConfig, model: ModelFacts) -> Iterator[Finding]:
+def _training_fits(
+    at: str, section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig, model: ModelFacts
+) -> Iterator[Finding]:
     """Whether the training engine can cut the model as asked (the arithmetic of engines/train/tensor_parallel.py)."""
     pp, tp, sp = (
         section.pipeline_parallel_size,

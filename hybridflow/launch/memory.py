@@ -57,7 +57,7 @@ def estimate(
         "reference": (policy.model, policy.ref.fsdp_config),
         "critic": (config.critic.model, config.critic.fsdp),
         "cost_critic": (config.critic.model, config.critic.fsdp),
-        "reward": (config.reward.reward_model.model, config.reward.reward_model.fsdp_config),
+        "reward_model": (config.reward.reward_model.model, config.reward.reward_model.fsdp_config),
     }
     calls = {role.role: [micro for micro in batch.micro if micro.role == role.role] for role in roles}
     trained = {
@@ -114,7 +114,7 @@ class _Trained:
         self._entropy = role.role == "actor" and config.actor_rollout_ref.actor.entropy_coeff != 0
         self._master = _BYTES[sharding.model_dtype]
         self._compute = _BYTES[sharding.mixed_precision.param_dtype]
-        self._reads_words = not role.role.endswith("critic") and role.role != "reward"
+        self._reads_words = not role.role.endswith("critic") and role.role != "reward_model"
         self._cut = dims.tp * dims.pp
         self._split = dims.dp_shard * dims.sp * self._cut
         self._fsdp = self._split > self._cut or self._compute != self._master or self._lives_on_host

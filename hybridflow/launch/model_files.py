@@ -31,6 +31,18 @@ def check_model_files(key: str, folder: Path) -> Iterator[Finding]:
     yield from _weights(key, folder)
 
 
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all stored tensors by name; empty where there are none.
+
+    Raises:
+        MachineError: a file is none of safetensors, or was cut short.
+    """
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= {name: tuple(entry["shape"]) for name, entry in stored_tensors(file).items()}
+    return found
+
+
 def check_tokenizer(key: str, folder: Path) -> Iterator[Finding]:
     """A finding when the folder has no tokenizer, or one that is no json."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):

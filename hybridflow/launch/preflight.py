@@ -93,6 +93,7 @@ def place(config: PPOConfig, device: Device) -> tuple[RolePlan, ...]:
         ("reference", "reference", ref, ref.fsdp_config, config.needs_reference),
         ("critic", "critic", critic, critic.fsdp, config.needs_critic),
         ("cost_critic", "critic", critic, critic.fsdp, config.needs_cost_critic),
+        ("reward_model", "reward", model, model.fsdp_config, model.enable),
     ):
         if plays:
             dims = training_layout(
@@ -104,12 +105,11 @@ def place(config: PPOConfig, device: Device) -> tuple[RolePlan, ...]:
                 zero_stage=section.zero_stage,
             )
             roles.append(RolePlan(role=role, pool=config.pool_of(home), mesh="train", dims=dims))
-    if model.enable or device == "cpu" or config.pool_of("reward") != MAIN_POOL:
+    if device == "cpu" or config.pool_of("reward") != MAIN_POOL:
         pool, world = config.pool_of("reward"), config.world_of("reward")
-        shard = model.fsdp_config.fsdp_size
     else:
-        pool, world, shard = HOST_POOL, config.reward.num_workers, -1
-    roles.append(RolePlan(role="reward", pool=pool, mesh="train", dims=training_layout(world, shard=shard)))
+        pool, world = HOST_POOL, config.reward.num_workers
+    roles.append(RolePlan(role="reward", pool=pool, mesh="train", dims=training_layout(world)))
     return tuple(roles)
 
 

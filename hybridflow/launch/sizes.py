@@ -72,7 +72,7 @@ def _micro_plans(config: PPOConfig, layouts: Mapping[str, ParallelDims]) -> tupl
         ("critic", "update_critic", critic.use_dynamic_bsz, learn, critic_mini, config.needs_critic),
         ("cost_critic", "compute_values", critic.use_dynamic_bsz, value, batch, config.needs_cost_critic),
         ("cost_critic", "update_critic", critic.use_dynamic_bsz, learn, critic_mini, config.needs_cost_critic),
-        ("reward", "compute_reward", None, score, batch, model.enable),
+        ("reward_model", "compute_model_score", None, score, batch, model.enable),
     ]
     return tuple(
         _micro(role, call, dynamic, *limits, rows=rows, dims=layouts[role])

@@ -17,6 +17,7 @@ WORKERS: dict[str, str] = {
     "weights": "hybridflow.workers.hybrid:WeightsWorker",
     "critic": "hybridflow.workers.critic:CriticWorker",
     "cost_critic": "hybridflow.workers.critic:CriticWorker",
+    "reward_model": "hybridflow.workers.reward_model:RewardModelWorker",
     "reward": "hybridflow.workers.reward:RewardWorker",
 }
 """Worker class by role, in the order in which a process builds them: weights joins the actor and rollout before it."""
@@ -35,6 +36,8 @@ class ModelSource:
     """Folder or hub name of the policy."""
     critic: str
     """The same of the value model's body."""
+    reward_model: str
+    """The same of the reward model; empty: none scores."""
     tokenizer: str
     """The same of the tokenizer."""
     eos_token_ids: tuple[int, ...]
@@ -70,6 +73,7 @@ def worker_specs(
         },
         "critic": {"model_path": source.critic, "total_steps": total_steps},
         "cost_critic": {"model_path": source.critic, "total_steps": total_steps, "role": "cost_critic"},
+        "reward_model": {"model_path": source.reward_model},
     }
     pools = {role.role: role.pool for role in plan.roles}
     if config.rollout_shares_devices:

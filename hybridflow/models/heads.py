@@ -58,12 +58,6 @@ class ValueModel(nn.Module):
         """The body."""
         return self.get_submodule(self.prefix)
 
-    def reset_head(self) -> None:
-        """Sets the head to zero: the value of every state is 0."""
-        for parameter in self.score.parameters():
-            local = parameter.detach()
-            (local.to_local() if isinstance(local, DTensor) else local).zero_()
-
 
 class PackedModel(nn.Module):
     """What a training engine runs. ``net`` is the Hugging Face model or a ``ValueModel``; it keeps the HF names."""

@@ -33,6 +33,15 @@ def failed(cause: str) -> Result:
     return Result(score=math.nan, valid=False, cause=cause)
 
 
+def with_model(result: Result, score: float) -> Result:
+    """``result`` of a function with the score of a reward model added, which is also noted by itself."""
+    if not math.isfinite(score):
+        return failed(f"the reward model's score is {score}")
+    if not result.valid:
+        return result
+    return Result(score=result.score + score, info={**result.info, "reward_model": score})
+
+
 def as_score(returned: Any) -> tuple[float, dict[str, Any]]:
     """Score and further entries of what a reward function returned: a number, or a dict with ``score``.
 

@@ -14,7 +14,7 @@ import torch
 
 from hybridflow.batch.balance import balance, row_cost
 from hybridflow.batch.batch import Batch
-from hybridflow.batch.futures import Mapped, Pending
+from hybridflow.batch.futures import Followed, Mapped, Pending
 from hybridflow.dispatch.group import WorkerGroup
 from hybridflow.roles.profiles import CallProfile, StepCosts
 from hybridflow.roles.protocols import Metrics, PublishNow, SamplingMode
@@ -165,6 +165,34 @@ class RewardHandle(Handle):
     def compute_reward(self, batch: Batch) -> Pending[Batch]:
         """See ``roles.protocols.Reward``."""
         return self._call("compute_reward", batch, total_rows=len(batch))
+
+
+class RewardModelHandle(Handle):
+    """The trained reward model."""
+
+    def compute_model_score(self, batch: Batch) -> Pending[Batch]:
+        """Adds model_score."""
+        return self._forward("compute_model_score", batch)
+
+
+class ModelRewardHandle:
+    """The scorer behind a reward model: one role to the trainer.
+
+    Args:
+        model: asked first.
+        scorer: gets the model's scores with the batch.
+    """
+
+    def __init__(self, model: RewardModelHandle, scorer: RewardHandle) -> None:
+        self._model = model
+        self._scorer = scorer
+
+    def compute_reward(self, batch: Batch) -> Pending[Batch]:
+        """See ``roles.protocols.Reward``."""
+        return Followed(
+            self._model.compute_model_score(batch),
+            lambda found: self._scorer.compute_reward(batch.with_columns(**found.columns())),
+        )
 
 
 class WeightsHandle(Handle):

@@ -212,6 +212,7 @@ _WORK = (
             ("critic", "in updates"),
             ("cost_critic", "in updates"),
             ("reference", "in the forward"),
+            ("reward_model", "in the forward"),
         )
         for line in _section(
             "workers/costs.py",

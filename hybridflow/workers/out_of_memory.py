@@ -30,6 +30,8 @@ def room_makers(phase: str, config: PPOConfig, critic: bool) -> Sequence[str]:
     at, model_at = ("critic", "critic.model") if critic else ("actor_rollout_ref.actor", "actor_rollout_ref.model")
     section, model = (config.critic, config.critic.model) if critic else (policy.actor, policy.model)
     sharding_at = f"{at}.model.fsdp_config" if critic else f"{at}.fsdp_config"
+    if phase == "compute_model_score":
+        at, section = "reward.reward_model", config.reward.reward_model
     found = []
     if phase.startswith("update") and not model.enable_gradient_checkpointing:
         found.append(f"{model_at}.enable_gradient_checkpointing=True recomputes activations instead of keeping them")

@@ -1,4 +1,4 @@
-"""The reward worker: decodes responses where they are and scores them by function."""
+"""The reward worker: decodes responses where they are and scores them, by function or with a reward model's scores."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hybridflow.config.root import PPOConfig
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.dispatch.group import RankContext
 from hybridflow.dispatch.register import register
+from hybridflow.rewards.result import Result, with_model
 from hybridflow.rewards.runner import RewardRunner
 
 READS = (
@@ -18,6 +19,7 @@ READS = (
     "data_source",
     "ground_truth",
     "extra_info",
+    "model_score?",
 )
 
 
@@ -34,10 +36,14 @@ class RewardWorker:
         model = config.actor_rollout_ref.model
         self._tokenizer = load_tokenizer(tokenizer_path, trust_remote_code=model.trust_remote_code)
         self._runner = RewardRunner(config.reward)
+        self._by_model = config.reward.reward_model.enable
+        self._by_function = not self._by_model or config.reward.custom_reward_function.path is not None
 
     @register(dispatch="DP_COMPUTE", reads=READS, writes=("score", "reward_info", "response_text", "valid"))
     def compute_reward(self, batch: Batch, *, total_rows: int | None = None) -> Batch:
         """score ``[b]`` float64, reward_info, response_text, and valid without the samples whose scoring failed.
+
+        With a reward model the score is its own, plus that of a custom function where there is one.
 
         A failed sample has score NaN, never 0: nothing downstream may read it. ``total_rows``: of all ranks together,
         of which ``reward.max_failed_share`` is taken; None: this rank's.
@@ -46,7 +52,12 @@ class RewardWorker:
         positions = valid.nonzero().squeeze(1).tolist()
         ids, lengths = batch["response_ids"].tolist(), batch["response_length"].tolist()
         texts = self._tokenizer.decode_responses([row[:length] for row, length in zip(ids, lengths, strict=True)])
-        results = self._runner.score(_samples(batch, positions, texts), of=total_rows)
+        results = [Result(score=0.0)] * len(positions)
+        if self._by_function:
+            results = self._runner.score(_samples(batch, positions, texts), of=total_rows)
+        if self._by_model:
+            scores = batch["model_score"][positions].tolist()
+            results = [with_model(result, score) for result, score in zip(results, scores, strict=True)]
         score = torch.full((len(batch),), float("nan"), dtype=torch.float64)
         info: list[dict[str, object]] = [{} for _ in range(len(batch))]
         for position, result in zip(positions, results, strict=True):

@@ -7,7 +7,7 @@ Shapes are taken before the model is cut, names after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from hybridflow.engines.train.pipeline import Pipeline
 from hybridflow.engines.train.torch_schedule import TorchSchedule
 from hybridflow.engines.train.work import WorkMeter, architecture
 from hybridflow.models.heads import Head, PackedModel, ValueModel, adapter_name, hf_name
-from hybridflow.models.load import dtype_of, empty_causal_lm, fill, materialise, tied_names
+from hybridflow.models.load import dtype_of, empty_causal_lm, fill, local_of, materialise, tied_names
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils import optional
 
@@ -76,7 +76,7 @@ def assemble(
     Raises:
         MachineError: when the weights cannot be read.
     """
-    net, model = _net(config, head, sharding, device, trains=trains, vocab_limit=vocab_limit)
+    model = _net(config, head, sharding, device, trains=trains, vocab_limit=vocab_limit)
     shapes, adapter_shapes = _shapes(model)
     aliases = {hf_name(name): tuple(hf_name(other) for other in others) for name, others in tied_names(model).items()}
     layer_names = model.layer_parameters()
@@ -98,11 +98,12 @@ def assemble(
         {name: parameter for name, parameter in parameters.items() if name in shapes},
         config.path,
         aliases=aliases,
-        optional=[name for name in shapes if name.startswith("score.")] if head == "value" else [],
+        optional=_optional(shapes, head, trains=trains),
         shapes=shapes,
     )
-    if filled.absent and model.last:
-        net.reset_head()
+    for name in filled.absent:
+        if name in parameters:
+            local_of(parameters[name].detach()).zero_()
     _fill_adapters(parameters, adapter_shapes, config, seed)
     dtype = dtype_of(sharding.mixed_precision.param_dtype)
     torch_schedule = None
@@ -126,7 +127,7 @@ def assemble(
 
 def _net(
     config: ModelConfig, head: Head, sharding: FSDPConfig, device: str, *, trains: bool, vocab_limit: int | None
-) -> tuple[Any, PackedModel]:
+) -> PackedModel:
     """The network without memory, and around it what packs rows; with adapters where they are trained."""
     net: Any = empty_causal_lm(
         config.path,
@@ -146,7 +147,16 @@ def _net(
         offload_activations(model, device)
     if trains and config.lora_rank > 0:
         optional.load(f"{LORA}:add_adapters")(model, config)
-    return net, model
+    return model
+
+
+def _optional(shapes: Iterable[str], head: Head, *, trains: bool) -> list[str]:
+    """Parameters that a folder may lack, and that are zero then: the head of a new critic, the bias of any value head.
+
+    A value model that is not trained is a reward model, and one without a head would score everything 0.
+    """
+    of_head = [name for name in shapes if name.startswith("score.")] if head == "value" else []
+    return of_head if trains else [name for name in of_head if name.endswith(".bias")]
 
 
 def _shapes(model: PackedModel) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:

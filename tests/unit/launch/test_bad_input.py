@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from hybridflow.config.load import load_config
 from hybridflow.data.builtin import ensure_builtin_model
@@ -141,6 +143,21 @@ BAD = [
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path=memory://runs/global_step_2"],
         "trainer.resume_from_path",
         "memory://runs/global_step_2 holds no complete checkpoint",
+    ),
+    (["reward.reward_model.enable=True"], "reward.reward_model.model.path=builtin:arithmetic", "sequence classifier"),
+    (
+        ["reward.reward_model.enable=True", "reward.reward_model.model.path=m", "reward.reward_model.zero_stage=4"],
+        "reward.reward_model.zero_stage=4",
+        "at most 3",
+    ),
+    (
+        [
+            "reward.reward_model.enable=True",
+            "reward.reward_model.model.path=m",
+            "reward.reward_model.tensor_parallel_size=2",
+        ],
+        "reward.reward_model.tensor_parallel_size=2",
+        "number of devices of the reward_model, 1",
     ),
     (["trainer.save_freq=0"], "trainer.save_freq=0", "-1, or at least 1"),
     (["trainer.controller=local", "trainer.nnodes=2"], "trainer.nnodes=2", "trainer.controller=ray"),
@@ -570,3 +587,14 @@ def test_the_real_command_refuses_bad_input_quickly_and_starts_nothing(tmp_path,
     assert "Traceback" not in done.stderr
     assert took < 15
     assert list(tmp_path.iterdir()) == []  # no outputs, no logs
+
+
+@pytest.mark.parametrize(("shape", "words"), [(None, "has no score.weight"), ((2, 8), "has 2 outputs")])
+def test_a_folder_that_is_no_reward_model_is_told(tmp_path, shape, words):
+    head = {} if shape is None else {"score.weight": torch.zeros(shape)}
+    save_file({"model.norm.weight": torch.ones(8), **head}, tmp_path / "model.safetensors")
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes}))
+    with pytest.raises(HybridFlowError, match=words) as caught:
+        judge("reward.reward_model.enable=True", f"reward.reward_model.model.path={tmp_path}")
+    assert "reward.reward_model.model.path" in str(caught.value)
