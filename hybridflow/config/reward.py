@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hybridflow.config.choices import TRAIN_STRATEGIES
 from hybridflow.config.constraints import (
     NonNegativeFloat,
     NonNegativeInt,
-    OneOf,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -52,8 +50,6 @@ class RewardModelConfig(Section):
     enable: bool = False
     """Whether a reward model scores: in place of the scorers of data sources; beside a custom function, whose score is
     added."""
-    strategy: Annotated[str, OneOf(TRAIN_STRATEGIES)] = "fsdp2"
-    """Training engine used for its forward."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Its folder, as transformers' sequence or token classification writes it, with the policy's tokenizer."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)

@@ -33,7 +33,7 @@ class RewardModelWorker:
         self._micro = micro_batching(
             dynamic=None, tokens_per_device=model.max_token_len_per_gpu, rows=model.micro_batch_size_per_gpu, sp=dims.sp
         )
-        self._engine: TrainEngine = load(TRAIN_ENGINES[model.strategy])(
+        self._engine: TrainEngine = load(TRAIN_ENGINES["fsdp2"])(
             model=replace(model.model, path=model_path),
             head="value",
             sharding=self._sharding,

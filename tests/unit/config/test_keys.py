@@ -118,7 +118,6 @@ def test_harmless_keys_change_nothing(override):
         ("reward_model.reward_kwargs.max_resp_len=9", "data.max_response_length=8"),
         ("global_profiler.tool=nsys", "profiler.steps"),
         ("actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=x", "name=vllm"),
-        ("reward_model.enable=true", "reward.custom_reward_function"),
         ("reward_model.reward_manager=batch", "reward.custom_reward_function"),
     ],
 )

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from hybridflow.batch.columns import TABLE
-from hybridflow.config import checks
 from hybridflow.config.load import load_config
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.register import registrations
@@ -164,12 +163,11 @@ def test_reward_functions_share_the_processes_of_a_cpu_run():
     assert plan().role("reward").pool == "main"
 
 
-def test_a_reward_model_lives_on_devices(monkeypatch):
-    monkeypatch.setattr(checks, "_not_yet", lambda config: ())  # refused until its worker exists
-    found = plan("reward.reward_model.enable=true", machine=SERVER)
-    assert found.role("reward").pool == "main"
-    assert HOST_POOL not in [pool.pool.name for pool in found.pools]
-    assert found.batch.micro_batches("reward", "compute_reward").max_tokens == 32768
+def test_a_reward_model_lives_on_devices_and_functions_beside_them():
+    found = plan("reward.reward_model.enable=true", "reward.reward_model.model.path=m", machine=SERVER)
+    assert found.role("reward_model").pool == "main"
+    assert found.role("reward").pool == HOST_POOL
+    assert found.batch.micro_batches("reward_model", "compute_model_score").max_tokens == 32768
 
 
 @pytest.mark.parametrize(
