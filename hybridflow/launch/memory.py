@@ -23,9 +23,10 @@ from dataclasses import dataclass, replace
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.root import PPOConfig
-from hybridflow.launch.hf_model import ModelFacts
+from hybridflow.launch.hf_model import ModelFacts, read_model
 from hybridflow.launch.machine import Machine
 from hybridflow.launch.plan import BatchPlan, Device, MemoryLine, MicroPlan, RolePlan
+from hybridflow.utils.errors import MachineError
 
 LOGITS_KEPT_BYTES = 512 << 20
 """Log-probs of a micro-batch over the vocabulary are kept up to here, else computed again (models/logprobs.py)."""
@@ -61,7 +62,14 @@ def estimate(
     }
     calls = {role.role: [micro for micro in batch.micro if micro.role == role.role] for role in roles}
     trained = {
-        role.role: _Trained(role, *sections[role.role], batch=batch, model=model, config=config, device=device)
+        role.role: _Trained(
+            role,
+            *sections[role.role],
+            batch=batch,
+            model=_facts(sections[role.role][0], model),
+            config=config,
+            device=device,
+        )
         for role in roles
         if role.role in sections and calls[role.role]
     }
@@ -74,6 +82,14 @@ def estimate(
             line = trained[role.role].line(calls[role.role])
             lines.append(replace(line, resident={}) if _reads_the_actor(config, role, roles) else line)
     return tuple(lines)
+
+
+def _facts(model: ModelConfig, policy: ModelFacts) -> ModelFacts:
+    """Of ``model``; the policy's where it has no folder, or one that cannot be read (check_machine says so)."""
+    try:
+        return policy if model.path is None else read_model(model.path, model.override_config) or policy
+    except MachineError:
+        return policy
 
 
 def _reads_the_actor(config: PPOConfig, role: RolePlan, roles: tuple[RolePlan, ...]) -> bool:

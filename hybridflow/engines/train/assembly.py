@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
@@ -105,10 +106,8 @@ def assemble(
         if name in parameters:
             local_of(parameters[name].detach()).zero_()
     _fill_adapters(parameters, adapter_shapes, config, seed)
-    dtype = dtype_of(sharding.mixed_precision.param_dtype)
-    torch_schedule = None
-    if where.pp is not None and trains and pipeline_schedule != "1f1b":
-        torch_schedule = TorchSchedule(pipeline_schedule, model, where.pp, dtype, device)
+    schedule = pipeline_schedule if trains else "1f1b"
+    pipeline, torch_schedule = _pipelines(model, schedule, where.pp, dims, sharding, device)
     return Assembled(
         model=model,
         parameters=parameters,
@@ -120,7 +119,7 @@ def assemble(
         by_expert=filled.by_expert,
         meter=meter,
         reshards=reshards,
-        pipeline=None if where.pp is None else Pipeline(model, dims, where.pp, dtype, device),
+        pipeline=pipeline,
         torch_schedule=torch_schedule,
     )
 
@@ -148,6 +147,22 @@ def _net(
     if trains and config.lora_rank > 0:
         optional.load(f"{LORA}:add_adapters")(model, config)
     return model
+
+
+def _pipelines(
+    model: PackedModel,
+    schedule: str,
+    stages: dist.ProcessGroup | None,
+    dims: ParallelDims,
+    sharding: FSDPConfig,
+    device: str,
+) -> tuple[Pipeline | None, TorchSchedule | None]:
+    """What runs this rank's stage; None where there is a single one, and where torch's schedules were not asked for."""
+    if stages is None:
+        return None, None
+    dtype = dtype_of(sharding.mixed_precision.param_dtype)
+    own = None if schedule == "1f1b" else TorchSchedule(schedule, model, stages, dtype, device)
+    return Pipeline(model, dims, stages, dtype, device), own
 
 
 def _optional(shapes: Iterable[str], head: Head, *, trains: bool) -> list[str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -161,6 +162,14 @@ def test_the_cost_critic_is_a_second_critic_in_the_critics_pool():
 
 def test_reward_functions_share_the_processes_of_a_cpu_run():
     assert plan().role("reward").pool == "main"
+
+
+def test_the_memory_of_a_model_of_another_size_is_its_own(tmp_path):
+    sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 16, "vocab_size": 32000}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 8192, **sizes}))
+    found = plan("reward.reward_model.enable=true", f"reward.reward_model.model.path={tmp_path}", machine=SERVER)
+    held = {line.role: sum(line.resident.values()) for line in found.memory}
+    assert held["reward_model"] > 100 * held["actor"]
 
 
 def test_a_reward_model_lives_on_devices_and_functions_beside_them():
