@@ -32,7 +32,7 @@ LOGITS_KEPT_BYTES = 512 << 20
 """Log-probs of a micro-batch over the vocabulary are kept up to here, else computed again (models/logprobs.py)."""
 LOGITS_BLOCK_BYTES = 32 << 20
 """float32 logits of one block of rows."""
-SMALL_VOCABULARY = 4096
+SMALL_VOCABULARY = 1024
 """Up to here logits are neither cut into blocks nor computed again."""
 BACKWARD_BLOCKS = 4
 """Blocks that the backward pass computes again at once."""

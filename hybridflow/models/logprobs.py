@@ -30,7 +30,7 @@ KEEP_BYTES = 512 << 20
 """Kept log-probabilities of all rows may take this much; more is recomputed in the backward pass."""
 BLOCK_BYTES = 32 << 20
 """float32 logits of one block of rows."""
-SMALL_VOCABULARY = 4096
+SMALL_VOCABULARY = 1024
 """Up to this many columns logits are little: and ``log_softmax`` is as exact as logsumexp and a subtraction there."""
 OUTER_COLUMNS = 8192
 """Columns of a head whose half-precision gradient is added to a float32 total in one go."""

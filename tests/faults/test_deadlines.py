@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -287,17 +288,20 @@ def test_two_threads_that_wait_for_one_group_are_both_freed_by_the_deadline_of_t
 
 @pytest.mark.ray
 def test_a_cluster_that_does_not_answer_is_given_up_after_start_s(tmp_path):
+    listener = socket.create_server(("127.0.0.1", 0))  # takes connections and says nothing: Ray asks for a minute
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
     options = {
         "trainer.controller": "ray",
         "trainer.timeouts.start_s": 2.0,
-        "ray_kwargs.ray_init": {"address": "127.0.0.1:1"},  # nobody is there, and Ray asks for a minute
+        "ray_kwargs.ray_init": {"address": address},
     }
     job = start_job(tmp_path, options)
     try:
         begun = time.monotonic()
         output = job.communicate(timeout=60)[0]
         assert job.returncode == 4, output
-        assert "Ray on 127.0.0.1:1 was not there within 2 s (trainer.timeouts.start_s)" in output
+        assert f"Ray on {address} was not there within 2 s (trainer.timeouts.start_s)" in output
         assert time.monotonic() - begun < 40
     finally:
+        listener.close()
         health.kill([job.pid, *health.descendants([job.pid])])
