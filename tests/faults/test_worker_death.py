@@ -165,6 +165,7 @@ def test_a_wait_on_one_group_notices_a_death_in_another() -> None:
 def ray_pair(cluster: Cluster) -> Iterator[RayGroup]:
     pool = ResourcePool([2])
     group = RayGroup(pool, SPECS)
+    group.wait_ready()  # or a death is one during the start, of which a rank's answer may still be on its way
     yield group
     group.shutdown()
     pool.release()
