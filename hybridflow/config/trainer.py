@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 from hybridflow.config.choices import CONTROLLERS, DEVICES, POOL_ROLES, RESUME_MODES, SAVE_FAILURES, TRACKERS
@@ -18,7 +17,6 @@ from hybridflow.config.constraints import (
     PositiveInt,
     Section,
     check_fields,
-    is_url,
 )
 from hybridflow.config.problems import Problem, show
 
@@ -148,10 +146,6 @@ class TrainerConfig(Section):
         for name in ("project_name", "experiment_name"):
             folder = folder.replace(f"${{trainer.{name}}}", getattr(self, name))
         object.__setattr__(self, "default_local_dir", folder)
-        for name in ("default_local_dir", "rollout_data_dir", "validation_data_dir", "resume_from_path"):
-            path = getattr(self, name)
-            if path is not None and not is_url(path):
-                object.__setattr__(self, name, str(Path(path).expanduser()))
 
     def _faults(self) -> Iterator[Problem]:
         if self.resume_mode == "resume_path" and self.resume_from_path is None:

@@ -110,15 +110,6 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Tokenizer:
     return Tokenizer(hf, source=path, eos_ids=eos_ids)
 
 
-def same_tokens(folder: str, tokenizer: Tokenizer, *, trust_remote_code: bool = False) -> bool:
-    """Whether the tokenizer in a model folder gives every text the ids of ``tokenizer``; a folder without one: yes."""
-    try:
-        other = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
-        return True
-    return other.get_vocab() == tokenizer.hf.get_vocab()
-
-
 def truncate(ids: list[int], limit: int, mode: str, *, keep_first: bool, where: str) -> list[int]:
     """At most ``limit`` of ``ids``: ``left`` and ``right`` name the side that is cut, ``middle`` keeps both ends.
 

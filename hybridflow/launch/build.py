@@ -18,10 +18,11 @@ from hybridflow.algorithms.kl import KL_CONTROLLERS
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.builtin import model_folder
 from hybridflow.data.loader import PromptLoader, validation_batches
-from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, same_tokens
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.dispatch.group import Fetched, WorkerGroup
 from hybridflow.launch.cluster import ClusterStart
 from hybridflow.launch.groups import open_groups
+from hybridflow.launch.model_files import has_tokenizer
 from hybridflow.launch.own_folder import own_folder
 from hybridflow.launch.plan import RunPlan
 from hybridflow.launch.prompts import read_prompts
@@ -221,17 +222,20 @@ def _model_source(config: PPOConfig) -> tuple[ModelSource, Tokenizer]:
 
 
 def _reward_model(config: PPOConfig, tokenizer: Tokenizer) -> str:
-    """Folder of the reward model; empty where none scores.
+    """Folder of the reward model; empty where none scores. One without a tokenizer reads the policy's tokens.
 
     Raises:
-        ConfigError: it was trained on other tokens than those that the policy samples.
+        ConfigError: it was trained on other tokens than those that the policy samples, or its tokenizer cannot be read.
     """
     scorer = config.reward.reward_model
     if not scorer.enable:
         return ""
     folder = model_folder(scorer.model.path)
     own = scorer.model.tokenizer_path or folder
-    if not same_tokens(own, tokenizer, trust_remote_code=scorer.model.trust_remote_code):
+    if Path(own).is_dir() and not has_tokenizer(Path(own)):
+        return folder
+    other = load_tokenizer(own, trust_remote_code=scorer.model.trust_remote_code)
+    if other.hf.get_vocab() != tokenizer.hf.get_vocab():
         raise ConfigError(
             f"reward.reward_model.model.path={scorer.model.path}: its tokens are not those of {tokenizer.source}, "
             "which it would be given. Use a reward model with the policy's tokenizer, or call this one from "
@@ -266,9 +270,10 @@ def _roles(config: PPOConfig, plan: RunPlan, groups: dict[str, WorkerGroup]) -> 
         checkpointed["critic"] = critic
     if cost_critic is not None:
         checkpointed["cost_critic"] = cost_critic
-    reward: Reward = handle(RewardHandle, "reward")
+    scorer = handle(RewardHandle, "reward")
+    reward: Reward = scorer
     if "reward_model" in played:
-        reward = ModelRewardHandle(handle(RewardModelHandle, "reward_model"), handle(RewardHandle, "reward"))
+        reward = ModelRewardHandle(handle(RewardModelHandle, "reward_model"), scorer)
     return Roles(
         actor=actor,
         rollout=handle(RolloutHandle, "rollout"),

@@ -45,7 +45,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def check_tokenizer(key: str, folder: Path) -> Iterator[Finding]:
     """A finding when the folder has no tokenizer, or one that is no json."""
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
+    if not has_tokenizer(folder):
         fix = "Copy the tokenizer's files there, or set actor_rollout_ref.model.tokenizer_path."
         yield Finding(level="error", what=key, text=f"{folder} has no tokenizer (no {_TOKENIZERS[0]})", fix=fix)
     for name in (_TOKENIZERS[0], _SETTINGS):
@@ -54,6 +54,11 @@ def check_tokenizer(key: str, folder: Path) -> Iterator[Finding]:
                 read_json(folder / name)
         except MachineError as error:
             yield Finding(level="error", what=key, text=str(error), fix="Download it again.")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder has the vocabulary of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -103,6 +103,10 @@ def test_its_layout_and_pool_change_nothing(judge, alone, tmp_path, layout):
 def test_a_model_without_a_head_or_with_other_tokens_is_refused(tmp_path):
     with pytest.raises(WorkerError, match="no weights for score.weight"):
         run_job(tmp_path / "a", **options(Path(model_folder("builtin:arithmetic"))))
+    damaged = reward_model(tmp_path / "damaged")
+    (damaged / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="no tokenizer can be loaded from .*damaged"):
+        run_job(tmp_path / "c", **options(damaged))
     foreign = save_tiny_model(tmp_path / "foreign")
     with pytest.raises(ConfigError, match="its tokens are not those"):
         run_job(tmp_path / "b", **options(foreign))
