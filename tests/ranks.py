@@ -116,6 +116,9 @@ def _rank_main(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=deadline_s)
         )
+        # init_process_group returns when this rank's own connections stand. A rank whose function ends at once would
+        # close them while a peer still connects, and the peer would raise instead of running.
+        dist.barrier()
         answer = (True, function(*args))
         payload = pickle.dumps(answer)
     except BaseException:  # noqa: BLE001 a process boundary: the parent re-raises with the rank
