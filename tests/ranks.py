@@ -7,6 +7,7 @@ processes, so no state leaks from case to case and a hung case can be ended with
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -58,22 +59,22 @@ def run_ranks(
         store = str(Path(folder) / "store")
         processes, pipes = [], []
         for rank in range(world):
-            receiver, sender = _context.Pipe(duplex=False)
+            ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_rank_main, args=(rank, world, store, sender, function, args, deadline_s), daemon=True
+                target=_rank_main, args=(rank, world, store, theirs, function, args, deadline_s), daemon=True
             )
             process.start()
-            sender.close()
+            theirs.close()
             processes.append(process)
-            pipes.append(receiver)
+            pipes.append(ours)
         try:
             return _collect(pipes, deadline_s, may_die)
         finally:
+            for pipe in pipes:
+                pipe.close()
             for process in processes:
-                process.join(timeout=2)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                process.kill()
+                process.join()
 
 
 def _collect(pipes: list[Connection], deadline_s: float, may_die: tuple[int, ...]) -> list[Any]:
@@ -116,14 +117,13 @@ def _rank_main(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=deadline_s)
         )
-        # init_process_group returns when this rank's own connections stand. A rank whose function ends at once would
-        # close them while a peer still connects, and the peer would raise instead of running.
-        dist.barrier()
         answer = (True, function(*args))
         payload = pickle.dumps(answer)
     except BaseException:  # noqa: BLE001 a process boundary: the parent re-raises with the rank
         payload = pickle.dumps((False, traceback.format_exc()))
     pipe.send_bytes(payload)
-    pipe.close()
-    # A peer that still waits in a collective must not hold this rank at exit.
+    # Its connections stand until all ranks have answered: a rank that ends early, rightly or not, must not make a peer
+    # raise that still connects or communicates.
+    with contextlib.suppress(EOFError):
+        pipe.recv_bytes()
     os._exit(0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,8 +62,8 @@ def test_updates_of_other_lengths_and_numbers_on_three_stages_equal_those_of_our
                 assert other.slots > one.slots or number == 2, "what is padded counts as computed"
 
 
-def one_update_without_memory(case: Case, place: str) -> str:
-    """This rank's error when the last one runs out of memory: its own, or that its neighbour is gone."""
+def one_update_without_memory(case: Case, place: str, told: Path) -> str:
+    """The kind of error that a rank sees when the last one runs out of memory, writes so to ``told`` and is gone."""
     engine = build(case)
     rows = make_rows(8)
     counts = engine.counts(rows)
@@ -70,7 +72,8 @@ def one_update_without_memory(case: Case, place: str) -> str:
         try:
             engine.update(rows, LOSSES["lm"], temperature=1.0, micro=case.micro, counts=counts)
         except DeviceMemoryError as error:
-            return str(error)
+            told.write_text(str(error))
+            os._exit(1)
         except RuntimeError as error:
             return type(error).__name__
     return "no error"
@@ -80,10 +83,12 @@ def one_update_without_memory(case: Case, place: str) -> str:
     ("schedule", "place"), [("torch_1f1b", "forward"), ("torch_gpipe", "backward")], ids=["1F1B", "GPipe"]
 )
 def test_out_of_memory_is_one_error_that_names_the_schedule_which_could_go_on(
-    folder: str, schedule: str, place: str
+    folder: str, schedule: str, place: str, tmp_path: Path
 ) -> None:
     case = Case(folder, dims=ParallelDims(pp=2), engine={"pipeline_schedule": schedule})
-    neighbour, own = run_ranks(2, one_update_without_memory, case, place, deadline_s=30.0)
+    told = tmp_path / "told"
+    neighbour, _ = run_ranks(2, one_update_without_memory, case, place, told, deadline_s=30.0, may_die=(1,))
+    own = told.read_text()
     assert "rank 1 ran out of memory in the update pass" in own and "CUDA out of memory. Tried to" in own
     assert f"pipeline_schedule={schedule} cannot be played again" in own and "use pipeline_schedule=1f1b" in own
     assert neighbour == "RuntimeError"
