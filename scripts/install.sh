@@ -63,8 +63,13 @@ if [ ! -x "$venv/bin/python" ]; then
   usable "$python" || fail "$python is not Python 3.11 or 3.12"
   echo "install: making $venv with $("$python" --version)"
   rm -rf "$venv"
-  "$python" -m venv "$venv" || fail "'$python -m venv' failed: on Debian and Ubuntu, apt-get install python3-venv"
+  if ! "$python" -m venv "$venv"; then
+    rm -rf "$venv" # half of one would be taken for a whole one next time
+    fail "'$python -m venv' failed: on Debian and Ubuntu, apt-get install python3-venv"
+  fi
 fi
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null 2>&1 ||
+  fail "$venv has no pip (its making was interrupted?): remove that folder and run this again"
 
 list=$(printf '%s\n' "${extras[@]}" | sort -u | paste -sd, -)
 echo "install: hybridflow[$list] into $venv (the first time takes minutes: torch and vLLM are large)"

@@ -12,11 +12,11 @@ Columns are those that verl's users have: ``prompt`` (text or a chat list), ``da
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,17 +56,38 @@ class PromptRow:
     """File and row, for messages."""
 
 
-def load_rows(config: DataConfig, *, seed: int, limit: int | None = None) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Training and validation rows of ``data.*`` (``limit``: the first rows of each file only, to judge it early).
+@dataclass(slots=True, kw_only=True)
+class Look:
+    """How much of a source is read to judge it early: some rows, and more while it costs little."""
+
+    rows: int
+    """Read in any case."""
+    cpu_s: float = 0.0
+    """Seconds of processor time in which further rows are read."""
+    whole: bool = True
+    """Whether all that was looked at was read to its end."""
+
+    def take(self, raw: Iterable[Any]) -> Iterator[Any]:
+        """Rows of ``raw`` as far as they are read."""
+        start = time.process_time()
+        for number, row in enumerate(raw):
+            if number >= self.rows and time.process_time() - start >= self.cpu_s:
+                self.whole = False
+                return
+            yield row
+
+
+def load_rows(config: DataConfig, *, seed: int) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Training and validation rows of ``data.*``.
 
     Training questions of a generator exclude those of the validation set.
 
     Raises:
         DataError: names file, row and column.
     """
-    held_out = read_sources(config.val_files, config, seed=seed, held_out=True, limit=limit)
+    held_out = read_sources(config.val_files, config, seed=seed, held_out=True)
     asked = frozenset(prompt_key(row.prompt) for row in held_out)
-    train = read_sources(config.train_files, config, seed=seed, held_out=False, exclude=asked, limit=limit)
+    train = read_sources(config.train_files, config, seed=seed, held_out=False, exclude=asked)
     return train, held_out
 
 
@@ -77,16 +98,20 @@ def read_sources(
     seed: int,
     held_out: bool,
     exclude: frozenset[str] = frozenset(),
-    limit: int | None = None,
+    look: Look | None = None,
 ) -> list[PromptRow]:
-    """Rows of all ``sources`` in order, the first ``data.train_max_samples`` (``val_max_samples``) of them."""
+    """Rows of all ``sources`` in order, the first ``data.train_max_samples`` (``val_max_samples``) of them.
+
+    ``look``: of each source, only so much is read; None: all of it.
+    """
     rows: list[PromptRow] = []
     for source in sources:
         if config.custom_cls.path is not None:
             raw = _rows_of_user(source, config, held_out=held_out)
         else:
             raw = _raw_rows(source, config, seed=seed, held_out=held_out, exclude=exclude)
-        rows += [_parse(row, f"{source} row {i}", config) for i, row in enumerate(itertools.islice(raw, limit))]
+        read = raw if look is None else look.take(raw)
+        rows += [_parse(row, f"{source} row {i}", config) for i, row in enumerate(read)]
     most = config.val_max_samples if held_out else config.train_max_samples
     rows = rows if most < 0 else rows[:most]
     _warn_of_empty_truths(rows)

@@ -34,7 +34,7 @@ class ClusterStart:
         """Waits until the cluster stands; ``stack`` ends it if it is ours. Without Ray nothing happens.
 
         Raises:
-            MachineError, ConfigError: as ``start_ray``.
+            MachineError: as ``start_ray``.
             DeadlineError: it takes longer than ``trainer.timeouts.start_s``.
         """
         stack.callback(self._over.set)

@@ -1,8 +1,13 @@
-"""What the data files say before the run: schema and first rows. The whole files are read only when the run starts."""
+"""What the data files say before the run: schema and rows, as many as are read in a moment (most files: all).
+
+What is not read here is read when the run starts, and so are the exact lengths of all prompts.
+"""
 
 from __future__ import annotations
 
+import heapq
 import importlib.util
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,7 @@ from hybridflow.config.checks import is_generated
 from hybridflow.config.data import BUILTIN_TASK
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.builtin import SHIPPED_MODEL
-from hybridflow.data.sources import READERS, PromptRow, read_sources
+from hybridflow.data.sources import READERS, Look, PromptRow, read_sources
 from hybridflow.launch.hf_model import find_folder
 from hybridflow.launch.model_files import has_chat_template
 from hybridflow.launch.paths import similar
@@ -21,7 +26,11 @@ from hybridflow.utils.errors import ConfigError, DataError
 from hybridflow.utils.optional import load
 
 JUDGED_ROWS = 1000
-"""Rows of a file that are looked at."""
+"""Rows of a file that are read and whose prompts are counted in tokens."""
+FURTHER_S = 1.5
+"""Processor time in which further rows are read, of all files together: some 30,000, which is all of most."""
+LONGEST_ROWS = 100
+"""Prompts with most characters, among those further rows, that are counted where one too long is an error."""
 ROLES = ("system", "user", "assistant", "tool", "developer")
 """Roles of messages that chat templates know."""
 
@@ -30,6 +39,7 @@ def check_data(config: PPOConfig) -> Iterator[Finding]:
     """Findings on every source of ``data.train_files`` and ``data.val_files``."""
     if config.data.custom_cls.path is not None:
         return
+    start = time.process_time()
     for held_out, sources in ((False, config.data.train_files), (True, config.data.val_files)):
         key = "data.val_files" if held_out else "data.train_files"
         rows: list[PromptRow] = []
@@ -39,16 +49,14 @@ def check_data(config: PPOConfig) -> Iterator[Finding]:
                 yield _generated(config, source, key, held_out)
                 whole = False
                 continue
-            finding, read = _read(config, source, key, held_out)
+            spent_s = time.process_time() - start
+            look = Look(rows=max(JUDGED_ROWS, config.data.train_batch_size), cpu_s=max(0.0, FURTHER_S - spent_s))
+            finding, read = _read(config, source, key, held_out, look)
             yield finding
             rows += read
-            whole = whole and finding.level == "ok" and len(read) < _judged(config)
+            whole = whole and finding.level == "ok" and look.whole
         if rows:
             yield from _judge(config, key, rows, whole=whole, held_out=held_out)
-
-
-def _judged(config: PPOConfig) -> int:
-    return max(JUDGED_ROWS, config.data.train_batch_size)
 
 
 def _generated(config: PPOConfig, source: str, key: str, held_out: bool) -> Finding:
@@ -56,14 +64,14 @@ def _generated(config: PPOConfig, source: str, key: str, held_out: bool) -> Find
     if source.startswith("reasoning_gym:") and importlib.util.find_spec("reasoning_gym") is None:
         return Finding(level="ok", what=key, text=f"{source} is generated, by a package that is not judged here")
     try:
-        read_sources((source,), config.data, seed=config.trainer.seed, held_out=held_out, limit=1)
+        read_sources((source,), config.data, seed=config.trainer.seed, held_out=held_out, look=Look(rows=1))
     except (ConfigError, DataError) as error:
         fix = "Use builtin:arithmetic or reasoning_gym:TASK."
         return Finding(level="error", what=key, text=str(error).rstrip("."), fix=fix)
     return Finding(level="ok", what=key, text=f"{source} is generated")
 
 
-def _read(config: PPOConfig, source: str, key: str, held_out: bool) -> tuple[Finding, list[PromptRow]]:
+def _read(config: PPOConfig, source: str, key: str, held_out: bool, look: Look) -> tuple[Finding, list[PromptRow]]:
     file = Path(source).expanduser()
     if not file.is_file():
         text = f"{source} is no file" if file.exists() else f"{source} does not exist"
@@ -76,15 +84,14 @@ def _read(config: PPOConfig, source: str, key: str, held_out: bool) -> tuple[Fin
         text = "package pyarrow is not installed, and parquet needs it"
         return Finding(level="error", what=key, text=text, fix="Install hybridflow[data], or use jsonl."), []
     try:
-        limit = _judged(config)
-        rows = read_sources((source,), config.data, seed=0, held_out=held_out, limit=limit)
+        rows = read_sources((source,), config.data, seed=0, held_out=held_out, look=look)
     except (DataError, OSError, ValueError) as error:
         named = "has no column" in str(error)
         fix = "data.prompt_key and data.reward_fn_key name the columns." if named else "Correct the file."
         return Finding(level="error", what=key, text=str(error).rstrip("."), fix=fix), []
     if not rows:
         return Finding(level="error", what=key, text=f"{source} has no row", fix="Give a file with prompts."), []
-    count = f"{len(rows)} rows" if len(rows) < limit else f"the first {limit} rows"
+    count = f"{len(rows):,} rows" if look.whole else f"the first {len(rows):,} rows"
     return Finding(level="ok", what=key, text=f"{count} of {source} have the columns that are needed"), rows
 
 
@@ -95,9 +102,11 @@ def _judge(config: PPOConfig, key: str, rows: Sequence[PromptRow], *, whole: boo
     length = _least_length(config)
     survivors = len(rows)
     if length is not None:
-        lengths = length([_text(row) for row in rows])
+        lengths = length(_counted(config, rows))
+        if data.filter_overlong_prompts and min(lengths) > data.max_prompt_length:  # those behind them may be shorter
+            lengths += length([_text(row) for row in rows[len(lengths) :]])
         over = sum(tokens > data.max_prompt_length for tokens in lengths)
-        yield from _over_long(config, rows, lengths, over, key)
+        yield from _over_long(config, lengths, over, key, whole=whole and len(lengths) == len(rows))
         survivors -= over if data.filter_overlong_prompts else 0
     if whole and not held_out and 0 < survivors < data.train_batch_size:
         text = f"{survivors} prompts cannot fill one step of data.train_batch_size={data.train_batch_size}"
@@ -110,17 +119,24 @@ def _judge(config: PPOConfig, key: str, rows: Sequence[PromptRow], *, whole: boo
         yield Finding(level="error", what="data.train_batch_size", text=text + dropped, fix=fix)
 
 
-def _over_long(
-    config: PPOConfig, rows: Sequence[PromptRow], lengths: Sequence[int], over: int, key: str
-) -> Iterator[Finding]:
+def _counted(config: PPOConfig, rows: Sequence[PromptRow]) -> list[str]:
+    """Prompts whose tokens are counted: the first ones, and the longest of the others where one may end the run."""
+    first, rest = rows[:JUDGED_ROWS], rows[JUDGED_ROWS:]
+    ends_run = config.data.truncation == "error" and not config.data.filter_overlong_prompts
+    longest = heapq.nlargest(LONGEST_ROWS, map(_text, rest), key=len) if ends_run else []
+    return [*map(_text, first), *longest]
+
+
+def _over_long(config: PPOConfig, lengths: list[int], over: int, key: str, *, whole: bool) -> Iterator[Finding]:
     data = config.data
     limit = "data.max_prompt_length"
     if over == 0:
         return
-    share = f"{over} of {len(rows)} judged prompts of {key} have more than {limit}={data.max_prompt_length} tokens"
-    if data.filter_overlong_prompts and over == len(rows):
+    share = f"{over} of {len(lengths)} judged prompts of {key} have more than {limit}={data.max_prompt_length} tokens"
+    if data.filter_overlong_prompts and over == len(lengths):
         text = f"{share}: nothing is left after the filter"
-        yield Finding(level="error", what=limit, text=text, fix=f"Use {limit}={max(lengths)} or more.")
+        fix = f"Use {limit}={max(lengths)} or more."
+        yield Finding(level="error" if whole else "warning", what=limit, text=text, fix=fix)
     elif data.filter_overlong_prompts:
         yield Finding(level="ok", what=limit, text=f"{share} and will be left out")
     elif data.truncation == "error":

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridflow.config.data import BUILTIN_TASK
+from hybridflow.config.problems import raise_if_any
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.unread import set_without_effect
 from hybridflow.engines.rollout import environment as rollout_environment
 from hybridflow.engines.train import environment as train_environment
 from hybridflow.launch.dataflow import dataflow
 from hybridflow.launch.findings import check_machine
+from hybridflow.launch.foreign_names import foreign_problems
 from hybridflow.launch.hf_model import ModelFacts, read_model
 from hybridflow.launch.machine import Machine, inspect_machine
 from hybridflow.launch.memory import estimate
@@ -34,7 +36,12 @@ __all__ = ["Finding", "check_machine", "plan_run"]
 
 
 def plan_run(config: PPOConfig, machine: Machine | None = None) -> RunPlan:
-    """The plan of a run on ``machine`` (None: this one)."""
+    """The plan of a run on ``machine`` (None: this one).
+
+    Raises:
+        InvalidConfigError: a name that Ray or fsspec does not know; only the installed packages tell.
+    """
+    raise_if_any(foreign_problems(config))
     machine = machine or inspect_machine()
     device = resolve_device(config, machine)
     roles = place(config, device)

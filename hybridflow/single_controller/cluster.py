@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
 import os
 import socket
@@ -17,7 +15,7 @@ from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
 from hybridflow.single_controller import health
-from hybridflow.utils.errors import ConfigError, MachineError
+from hybridflow.utils.errors import MachineError
 
 SLOT = "hybridflow_slot"
 """Ray resource that one logical CPU slot takes, where the cluster has it; without it CPU slots are not counted."""
@@ -59,13 +57,11 @@ def start_ray(ray_init: Mapping[str, Any] | None = None) -> Cluster:
         ray_init: arguments of ``ray.init``; they win over the defaults here.
 
     Raises:
-        ConfigError: an argument that ``ray.init`` does not have.
-        MachineError: no cluster at the address, or Ray did not start.
+        MachineError: no cluster at the address, or Ray did not start; an argument that ``ray.init`` does not have.
     """
     if ray.is_initialized():
         return Cluster(owned=False)
     wanted = {key: value for key, value in (ray_init or {}).items() if value is not None}
-    check_ray_init(wanted)
     address = wanted.pop("address", None) or os.environ.get("RAY_ADDRESS")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     before = set(health.descendants([os.getpid()]))
@@ -104,20 +100,6 @@ def _knock(address: str) -> None:
             f"no Ray cluster at {address} (ray_kwargs.ray_init.address or RAY_ADDRESS): {error}. Start one there "
             "(bash scripts/ray_node.sh head PORT), or leave the address out for a Ray of this run's own"
         ) from error
-
-
-def check_ray_init(ray_init: Mapping[str, Any]) -> None:
-    """Nothing when every key is an argument of ``ray.init``.
-
-    Raises:
-        ConfigError: names the first that is not, and the nearest that is.
-    """
-    known = inspect.signature(ray.init).parameters
-    for key in ray_init:
-        if key not in known and not key.startswith("_"):
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"ray_kwargs.ray_init.{key} is no argument of ray.init{hint}")
 
 
 def _stay_on_loopback(wanted: bool) -> None:

@@ -36,6 +36,7 @@ class RemoteFolder:
 
     Raises:
         ConfigError: no such protocol, or its package is not installed.
+        RemoteError: the file system refuses.
     """
 
     def __init__(self, url: str, *, key: str = "trainer.checkpoint_copy") -> None:
@@ -44,6 +45,8 @@ class RemoteFolder:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"{key}={url}: {error}") from error
+        except Exception as error:  # every backend has errors of its own
+            raise RemoteError(f"{key}={url} cannot be reached: {type(error).__name__}: {error}") from error
 
     def push(self, folder: Path, *, last: str) -> None:
         """Copies the files of a complete checkpoint, ``last`` behind all others.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridflow.batch.batch import Batch
-from hybridflow.cli import replay
+from hybridflow.cli import bad_update, replay
 from hybridflow.utils.errors import NotFiniteError, WorkerError
 from hybridflow.workers.skips import Skips
 from tests.invariants.test_resume import dying_after
@@ -159,5 +159,5 @@ def test_halving_finds_every_bad_row_and_looks_at_few():
         looked.append(len(part))
         return bool(((part["row_index"] == 3) | (part["row_index"] == 60)).any())
 
-    assert replay.bad_rows(Batch({"row_index": torch.arange(64)}), is_bad) == [3, 60]
+    assert bad_update.bad_rows(Batch({"row_index": torch.arange(64)}), is_bad) == [3, 60]
     assert len(looked) <= 4 * 6 + 1

@@ -14,7 +14,7 @@ import pytest
 
 from hybridflow.dispatch.group import WorkerSpec
 from hybridflow.single_controller import health
-from hybridflow.single_controller.cluster import SLOT, Cluster, check_ray_init, start_ray, stop_ray
+from hybridflow.single_controller.cluster import Cluster, start_ray, stop_ray
 from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.single_controller.ray_group import RayGroup
@@ -172,12 +172,6 @@ def test_every_daemon_listens_on_loopback_only(cluster: Cluster) -> None:
                 assert connection.laddr.ip in ("127.0.0.1", "::1", "::ffff:127.0.0.1"), psutil.Process(pid).cmdline()[
                     :3
                 ]
-
-
-def test_an_unknown_argument_of_ray_init_is_named() -> None:
-    with pytest.raises(ConfigError, match="ray_kwargs.ray_init.num_cpu is no argument"):
-        check_ray_init({"num_cpu": 2})
-    check_ray_init({"num_cpus": 2, "resources": {SLOT: 1}, "_temp_dir": "/tmp/x"})
 
 
 def test_specs_are_judged_before_slots_are_taken(cluster: Cluster) -> None:

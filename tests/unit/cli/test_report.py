@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot
 
-from hybridflow.cli.report import PANELS, Panel, _chosen, _fill, _run_names, main, read_series
+from hybridflow.cli.curves import PANELS, Panel, _chosen, _fill
+from hybridflow.cli.report import _run_names, main, read_series
 
 
 def _run(folder: Path, lines: list[str]) -> Path:

@@ -10,7 +10,7 @@ import pytest
 
 from hybridflow.config.data import BUILTIN_TASK, CustomClassConfig, DataConfig
 from hybridflow.data.reasoning_tasks import question_stream
-from hybridflow.data.sources import load_rows, prompt_key, read_sources
+from hybridflow.data.sources import Look, load_rows, prompt_key, read_sources
 from hybridflow.utils.errors import DataError
 
 ROW = {
@@ -33,8 +33,9 @@ def write(folder, rows, name="train.jsonl"):
     return str(path)
 
 
-def read(*sources, held_out=False, seed=0, limit=None, **config):
-    return read_sources(sources, DataConfig(**config), seed=seed, held_out=held_out, limit=limit)
+def read(*sources, held_out=False, seed=0, rows=None, **config):
+    look = None if rows is None else Look(rows=rows)
+    return read_sources(sources, DataConfig(**config), seed=seed, held_out=held_out, look=look)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
@@ -120,7 +121,19 @@ def test_max_samples_takes_the_first_rows_of_all_files(tmp_path):
     rows = read(*paths, train_max_samples=4)
     assert [row.extra_info["index"] for row in rows] == [0, 1, 2, 3]
     assert len(read(*paths, held_out=True, train_max_samples=4)) == 6
-    assert len(read(*paths, limit=1)) == 2
+    assert len(read(*paths, rows=1)) == 2
+
+
+def test_a_look_reads_its_rows_and_more_while_it_costs_little():
+    for rows, cpu_s, read_rows, whole in (
+        (5, 0.0, 5, False),
+        (10, 0.0, 10, True),
+        (20, 0.0, 10, True),
+        (5, 9.0, 10, True),
+    ):
+        look = Look(rows=rows, cpu_s=cpu_s)
+        assert list(look.take(range(10))) == list(range(read_rows))
+        assert look.whole is whole
 
 
 def test_empty_ground_truths_are_counted_in_the_log(tmp_path, caplog):

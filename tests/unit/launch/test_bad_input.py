@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import socket
@@ -17,10 +18,12 @@ from safetensors.torch import save_file
 from hybridflow.config.load import load_config
 from hybridflow.data.builtin import ensure_builtin_model
 from hybridflow.launch.findings import fatal
+from hybridflow.launch.foreign_names import ray_arguments
 from hybridflow.launch.hf_model import hub_answers
 from hybridflow.launch.machine import Gpu, Machine
 from hybridflow.launch.preflight import check_machine, plan_run
 from hybridflow.utils.errors import HybridFlowError
+from hybridflow.utils.optional import load
 from tests.unit.config.trees import tree
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
@@ -144,6 +147,14 @@ BAD = [
         "trainer.resume_from_path",
         "memory://runs/global_step_2 holds no complete checkpoint",
     ),
+    (["ray_kwargs.ray_init.num_cpu=2"], "ray_kwargs.ray_init.num_cpu=2", "Did you mean num_cpus?"),
+    (["ray_kwargs.ray_init._temp_dirs=/tmp/x"], "ray_kwargs.ray_init._temp_dirs=/tmp/x", "Did you mean _temp_dir?"),
+    (["ray_kwargs.ray_init.foo.bar=1"], "ray_kwargs.ray_init.foo", "Its arguments: address, "),
+    (["trainer.checkpoint_copy=s4://runs/1"], "trainer.checkpoint_copy=s4://runs/1", "Did you mean s3?"),
+    (["trainer.checkpoint_copy=s3:/runs/1"], "trainer.checkpoint_copy=s3:/runs/1", "Write s3://runs/1."),
+    (["trainer.checkpoint_copy=simplecach::memory://runs"], "trainer.checkpoint_copy=", "Did you mean simplecache?"),
+    (["trainer.resume_mode=resume_path", "trainer.resume_from_path=hfds://runs/global_step_2"],
+     "trainer.resume_from_path=hfds://runs/global_step_2", "Did you mean hdfs?"),
     (["reward.reward_model.enable=True"], "reward.reward_model.model.path=builtin:arithmetic", "sequence classifier"),
     (
         ["reward.reward_model.enable=True", "reward.reward_model.model.path=m", "reward.reward_model.zero_stage=4"],
@@ -209,6 +220,30 @@ def test_bad_input_is_refused_with_key_limits_and_advice(overrides, key, words):
 def test_a_home_folder_is_one():
     config = load_config(tree("trainer.default_local_dir=~/runs/1"))
     assert config.trainer.default_local_dir == str(Path.home() / "runs" / "1")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "ray_kwargs.ray_init.num_cpus=2",
+        "ray_kwargs.ray_init.num_cpu=null",
+        "ray_kwargs.ray_init._temp_dir=/tmp/x",
+        "ray_kwargs.ray_init.object_spilling_directory=/tmp/x",
+        "ray_kwargs.ray_init.runtime_env.env_vars.A=1",
+        "trainer.checkpoint_copy=memory://runs",
+        "trainer.checkpoint_copy=simplecache::memory://runs",
+        "trainer.checkpoint_copy=/tmp/a:b",
+        "trainer.checkpoint_copy=file:///tmp/runs",
+    ],
+)
+def test_names_that_ray_and_fsspec_know_are_let_through(override):
+    judge(override)
+
+
+def test_every_argument_of_ray_init_is_known():
+    signature = inspect.signature(load("ray:init")).parameters
+    assert {name for name, of in signature.items() if of.kind is not of.VAR_KEYWORD} <= ray_arguments()
+    assert {"_temp_dir", "_system_config"} <= ray_arguments()
 
 
 def test_the_embedded_default_is_sound():
@@ -292,6 +327,34 @@ def test_a_filter_that_leaves_nothing_or_too_little_is_an_error(tmp_path):
         judge(f"data.train_files={write(tmp_path, rows)}", "data.filter_overlong_prompts=true")
     with pytest.raises(HybridFlowError, match=r"data\.truncation=error"):
         judge(f"data.train_files={write(tmp_path, [long] * 64)}")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_bad_row_far_down_is_told_before_the_start(tmp_path, ending):
+    rows = [row()] * 5000 + [row(prompt=[{"role": "user", "content": 3}])]
+    file = tmp_path / f"rows.{ending}"
+    if ending == "jsonl":
+        file.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        rows[-1] = row(prompt="")
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), file)
+    with pytest.raises(HybridFlowError, match=r"data\.train_files: .*rows\..* row 5000, column 'prompt'"):
+        judge(f"data.train_files={file}")
+
+
+def test_an_over_long_prompt_far_down_is_told_before_the_start(tmp_path):
+    rows = [row()] * 3000 + [row(prompt="1" * 40)] + [row()] * 3000
+    with pytest.raises(HybridFlowError, match=r"1 of \d+ judged prompts .* and data.truncation=error.*length=40"):
+        judge(f"data.train_files={write(tmp_path, rows)}")
+    judge(f"data.train_files={write(tmp_path, rows)}", "data.filter_overlong_prompts=true")
+
+
+def test_a_filter_that_leaves_only_what_stands_behind_the_first_thousand_is_fine(tmp_path):
+    rows = [row(prompt="1" * 40)] * 1500 + [row()] * 64
+    judge(f"data.train_files={write(tmp_path, rows)}", "data.filter_overlong_prompts=true")
 
 
 def test_a_data_source_without_scorer_is_an_error_unless_a_function_is_given(tmp_path):
