@@ -27,7 +27,7 @@ from hybridflow.utils.optional import load
 
 JUDGED_ROWS = 1000
 """Rows of a file that are read and whose prompts are counted in tokens."""
-FURTHER_S = 1.5
+FURTHER_S = 0.5
 """Processor time in which further rows are read, of all files together: some 30,000, which is all of most."""
 LONGEST_ROWS = 100
 """Prompts with most characters, among those further rows, that are counted where one too long is an error."""

@@ -150,7 +150,7 @@ BAD = [
     (["ray_kwargs.ray_init.num_cpu=2"], "ray_kwargs.ray_init.num_cpu=2", "Did you mean num_cpus?"),
     (["ray_kwargs.ray_init._temp_dirs=/tmp/x"], "ray_kwargs.ray_init._temp_dirs=/tmp/x", "Did you mean _temp_dir?"),
     (["ray_kwargs.ray_init.foo.bar=1"], "ray_kwargs.ray_init.foo", "Its arguments: address, "),
-    (["trainer.checkpoint_copy=s4://runs/1"], "trainer.checkpoint_copy=s4://runs/1", "Did you mean s3?"),
+    (["trainer.checkpoint_copy=s33://runs/1"], "trainer.checkpoint_copy=s33://runs/1", "Did you mean s3?"),
     (["trainer.checkpoint_copy=s3:/runs/1"], "trainer.checkpoint_copy=s3:/runs/1", "Write s3://runs/1."),
     (["trainer.checkpoint_copy=simplecach::memory://runs"], "trainer.checkpoint_copy=", "Did you mean simplecache?"),
     (["trainer.resume_mode=resume_path", "trainer.resume_from_path=hfds://runs/global_step_2"],
