@@ -12,7 +12,8 @@ the dtype of ``token_rewards``. Common rules:
 - Statistics are float64; standard deviations are unbiased (n - 1).
 
 A user's own function (``adv_estimator=package.module:function``) has this signature; the columns that it reads beyond
-those of every step stand in its attribute ``needs``, and only those travel to it. Without the attribute all do.
+those of every step stand in its attribute ``needs``, and only those travel to it. Without the attribute all do. What it
+returns is looked at (``estimate``): another shape would be broadcast in silence.
 """
 
 from __future__ import annotations
@@ -318,6 +319,38 @@ def resolve(name: str) -> Estimator:
     raise ConfigError(
         f"advantage estimator {name!r} is unknown: use one of {', '.join(ADVANTAGES)} or package.module:function"
     )
+
+
+def estimate(
+    name: str,
+    *,
+    token_rewards: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    group_id: Int[Tensor, " B"],
+    config: AlgorithmConfig,
+    columns: Mapping[str, Any],
+) -> Credit:
+    """What estimator ``name`` makes of a step; a user's own result in the dtype of ``token_rewards``, 0 where masked.
+
+    Raises:
+        ConfigError: there is no such estimator, or a user's own did not return two tensors of the mask's shape.
+    """
+    estimator = resolve(name)
+    found = estimator(token_rewards=token_rewards, mask=mask, group_id=group_id, config=config, **columns)
+    if name in ADVANTAGES:
+        return found
+    shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in _parts(found)]
+    if shapes != [tuple(mask.shape)] * 2:
+        raise ConfigError(
+            f"algorithm.adv_estimator={name} must return (advantages, returns), each of shape {tuple(mask.shape)} "
+            f"(rows, tokens) as its argument mask: it returned {shapes}"
+        )
+    advantages, returns = (keep(part.to(token_rewards.dtype), mask) for part in found)
+    return advantages, returns
+
+
+def _parts(found: object) -> tuple[object, ...]:
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
 def needs_of(name: str) -> frozenset[str] | None:

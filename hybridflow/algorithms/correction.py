@@ -25,12 +25,12 @@ from torch import Tensor
 
 from hybridflow.algorithms.masking import keep, masked_mean, masked_moments
 from hybridflow.config.algorithm import RolloutCorrectionConfig
+from hybridflow.config.rejection import SHORT_NAMES, Rejection, UnreadableRejectionError, read_rejections
 from hybridflow.utils.errors import ConfigError, EngineError
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios (of a token or a row) are clamped here before ``exp``."""
 
-_SHORT_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 _STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": torch.neg,
     "k2": lambda x: 0.5 * x.square(),
@@ -41,25 +41,10 @@ REJECTIONS: tuple[str, ...] = (
     *(f"seq_{how}_{k}" for how in ("sum", "mean") for k in _STATISTICS),
     "seq_max_k2",
     "seq_max_k3",
-    *_SHORT_NAMES,
+    *SHORT_NAMES,
 )
 IS_LEVELS: tuple[str, ...] = ("token", "sequence")
 GUARD_ACTIONS: tuple[str, ...] = ("warn", "fallback", "stop")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejection:
-    """One bound: what lies outside of [low, high] is rejected (k1: as a ratio; k2, k3: the statistic itself)."""
-
-    level: str
-    statistic: str
-    low: float
-    high: float
-
-    @property
-    def whole_rows(self) -> bool:
-        """Whether a whole row is rejected at once."""
-        return self.level != "token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,56 +59,16 @@ class Correction:
 
 
 def rejections(config: RolloutCorrectionConfig) -> tuple[Rejection, ...]:
-    """The configured bounds; several names, separated by commas, have one threshold each or share one.
+    """The configured bounds (``config/rejection.py``).
 
     Raises:
         ConfigError: an unknown name, or a threshold that is missing or does not fit.
     """
-    if config.rollout_rs is None:
-        return ()
-    names = [name.strip() for name in config.rollout_rs.split(",")]
-    given = "" if config.rollout_rs_threshold is None else str(config.rollout_rs_threshold)
-    thresholds = [text.strip() for text in given.split(",")]
-    if len(thresholds) == 1:
-        thresholds *= len(names)
-    if len(thresholds) != len(names):
-        raise ConfigError(
-            f"algorithm.rollout_correction.rollout_rs_threshold={given!r} has {len(thresholds)} entries for the "
-            f"{len(names)} names of rollout_rs={config.rollout_rs!r}"
-        )
-    return tuple(
-        _rejection(name, threshold, config.rollout_is_threshold)
-        for name, threshold in zip(names, thresholds, strict=True)
-    )
-
-
-def _rejection(name: str, threshold: str, default: float) -> Rejection:
-    if name not in REJECTIONS:
-        allowed = ", ".join(REJECTIONS)
-        raise ConfigError(f"algorithm.rollout_correction.rollout_rs={name!r} is unknown: use one of {allowed}")
-    level, _, statistic = _SHORT_NAMES.get(name, name).rpartition("_")
-    low_text, separator, high_text = threshold.partition("_")
     try:
-        if separator:
-            low, high = float(low_text), float(high_text)
-        elif threshold:
-            low, high = 0.0, float(threshold)
-        else:
-            low, high = 0.0, default if statistic == "k1" else math.nan
-    except ValueError as error:
-        raise ConfigError(_bad_threshold(name, threshold)) from error
-    if statistic == "k1" and not separator and high > 0:
-        low = 1 / high
-    if not 0 <= low < high or (separator and statistic != "k1"):
-        raise ConfigError(_bad_threshold(name, threshold))
-    return Rejection(level=level, statistic=statistic, low=low, high=high)
-
-
-def _bad_threshold(name: str, threshold: str) -> str:
-    return (
-        f"algorithm.rollout_correction.rollout_rs_threshold={threshold!r} does not fit rollout_rs={name!r}: "
-        "a k1 bound is 'low_high' or one number above 1, a k2 or k3 bound is one positive number"
-    )
+        return read_rejections(config.rollout_rs, config.rollout_rs_threshold, config.rollout_is_threshold)
+    except UnreadableRejectionError as error:
+        key = f"algorithm.rollout_correction.{error.field}"
+        raise ConfigError(f"{key}={getattr(config, error.field)!r}: {error.text}") from error
 
 
 def importance_weights(

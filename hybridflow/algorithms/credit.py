@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import needs_of, resolve
+from hybridflow.algorithms.advantages import estimate, needs_of
 from hybridflow.algorithms.correction import Correction, correct
 from hybridflow.algorithms.covariance import select_by_covariance
 from hybridflow.algorithms.kl import base_kind, kl_estimate
@@ -101,8 +101,13 @@ def assign_credit(
 
     known = batch.with_columns(**added).columns()
     others = {name: value for name, value in known.items() if name not in _PASSED_BY_NAME} | baseline
-    advantages, returns = resolve(config.adv_estimator)(
-        token_rewards=token_rewards, mask=mask, group_id=batch["group_id"], config=config, **others
+    advantages, returns = estimate(
+        config.adv_estimator,
+        token_rewards=token_rewards,
+        mask=mask,
+        group_id=batch["group_id"],
+        config=config,
+        columns=others,
     )
     added["advantages"] = advantages
     if "values" in batch:

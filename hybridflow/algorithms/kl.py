@@ -156,11 +156,14 @@ class AdaptiveKLController:
         self._horizon = config.horizon
 
     def update(self, *, kl: float, sequences: int) -> None:
-        """Multiplies by ``1 + clip(kl / target - 1, +-0.2) * sequences / horizon``; a non-finite ``kl`` is ignored."""
+        """Multiplies by ``1 + clip(kl / target - 1, +-0.2) * sequences / horizon``; a non-finite ``kl`` is ignored.
+
+        More sequences than the horizon count as the horizon: five times as many would turn the sign of the coefficient.
+        """
         if not math.isfinite(kl):
             return
         error = min(max(kl / self._target - 1, -self.ERROR_LIMIT), self.ERROR_LIMIT)
-        self.value *= 1 + error * sequences / self._horizon
+        self.value *= 1 + error * min(sequences / self._horizon, 1.0)
 
     def state_dict(self) -> dict[str, float]:
         """The coefficient."""

@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from jaxtyping import Float
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import needs_of, resolve
+from hybridflow.algorithms.advantages import estimate, needs_of
+from hybridflow.algorithms.covariance import select_by_covariance
 from hybridflow.algorithms.masking import masked_mean, masked_moments
+from hybridflow.algorithms.policy_loss import COVARIANCE_LOSSES
 from hybridflow.algorithms.rewards import place_scores
 from hybridflow.batch.batch import Batch
+from hybridflow.config.actor import PolicyLossConfig
 from hybridflow.config.algorithm import AlgorithmConfig, SafeRLHFConfig
 
 Metrics = dict[str, float]
@@ -26,17 +29,20 @@ _PASSED_BY_NAME = frozenset({"token_rewards", "mask", "group_id", "config", "val
 _READS = ("cost", "loss_mask", "advantages", "group_id", "cost_values?", "correction_weights?")
 
 
-def cost_reads(config: AlgorithmConfig) -> tuple[str, ...] | None:
+def cost_reads(config: AlgorithmConfig, policy_loss: PolicyLossConfig | None = None) -> tuple[str, ...] | None:
     """Columns that ``assign_cost_credit`` reads (``name?``: where it is there); None: all, as in ``credit_reads``."""
     needs = needs_of(config.adv_estimator)
-    return None if needs is None else (*_READS, *sorted(needs - _PASSED_BY_NAME))
+    if needs is None:
+        return None
+    selects = policy_loss is not None and policy_loss.loss_mode in COVARIANCE_LOSSES
+    return (*_READS, *sorted((needs | {"old_log_probs"} if selects else needs) - _PASSED_BY_NAME))
 
 
 class LagrangeMultiplier:
     """lambda >= 0, kept as its logarithm (arXiv:2310.12773, equation 31)."""
 
     LOG_LIMIT = 20.0
-    """Bound of the logarithm: a first value of 0 means e^-20, because a logarithm cannot start at 0."""
+    """Bound of the logarithm: a first value of 0 (costs are only watched) means e^-20, which no step moves."""
 
     def __init__(self, config: SafeRLHFConfig) -> None:
         self._log = math.log(max(config.multiplier_init, math.exp(-self.LOG_LIMIT)))
@@ -70,8 +76,12 @@ def combine(
     return (reward_advantages - multiplier * cost_advantages) / (1 + multiplier)
 
 
-def assign_cost_credit(batch: Batch, config: AlgorithmConfig, *, multiplier: float) -> tuple[Batch, Metrics]:
+def assign_cost_credit(
+    batch: Batch, config: AlgorithmConfig, *, multiplier: float, policy_loss: PolicyLossConfig | None = None
+) -> tuple[Batch, Metrics]:
     """``advantages`` of reward and cost in one, ``cost_returns`` where there are ``cost_values``, and metrics.
+
+    Also ``covariance_selected`` for the ``policy_loss`` that reads it: by the advantages that are trained on.
 
     Reads cost, loss_mask, the advantages of the reward, and what the estimator asks for; a pure function over all rows
     of a step. Rows outside ``loss_mask`` count nowhere.
@@ -84,12 +94,21 @@ def assign_cost_credit(batch: Batch, config: AlgorithmConfig, *, multiplier: flo
     others = {name: value for name, value in batch.columns().items() if name not in _PASSED_BY_NAME}
     if "cost_values" in batch:
         others["values"] = batch["cost_values"]
-    advantages, returns = resolve(config.adv_estimator)(
-        token_rewards=token_costs, mask=mask, group_id=batch["group_id"], config=config, **others
+    advantages, returns = estimate(
+        config.adv_estimator,
+        token_rewards=token_costs,
+        mask=mask,
+        group_id=batch["group_id"],
+        config=config,
+        columns=others,
     )
     added = {
         "advantages": combine(reward_advantages=batch["advantages"], cost_advantages=advantages, multiplier=multiplier)
     }
+    if policy_loss is not None and policy_loss.loss_mode in COVARIANCE_LOSSES:
+        added["covariance_selected"] = select_by_covariance(
+            log_probs=batch["old_log_probs"], advantages=added["advantages"], mask=mask, config=policy_loss
+        )
     present = mask.any(dim=1)
     picked = cost[present]
     metrics: Metrics = {"safe_rlhf/multiplier": multiplier, "safe_rlhf/cost_limit": config.safe_rlhf.cost_limit}

@@ -16,7 +16,7 @@ from hybridflow.algorithms.contract import Counts, Metric, Outputs
 from hybridflow.algorithms.correction import accepted, importance_weights, rejections
 from hybridflow.algorithms.kl import base_kind, kl_estimate, straight_through
 from hybridflow.algorithms.masking import keep, masked_sum
-from hybridflow.algorithms.policy_loss import SEQUENCE_LEVEL, log_ratio, resolve
+from hybridflow.algorithms.policy_loss import SEQUENCE_LEVEL, log_ratio, refuse_other_shapes, resolve
 from hybridflow.algorithms.value_loss import clipped_value_loss
 from hybridflow.batch.batch import Batch
 from hybridflow.config.actor import ActorConfig
@@ -87,9 +87,11 @@ class ActorLoss:
         log_probs = _given(outputs.log_probs, "log_probs")
         columns = {name: value for name, value in rows.tensors().items() if name not in _PASSED_BY_NAME}
         old = rows["old_log_probs"] if "old_log_probs" in rows else log_probs.detach()
-        losses, measures = resolve(self._name)(
+        found = resolve(self._name)(
             log_probs=log_probs, old_log_probs=old, advantages=rows["advantages"], mask=mask, config=config, **columns
         )
+        refuse_other_shapes(self._name, found, mask)
+        losses, measures = found
         if "correction_weights" in rows:
             losses = keep(losses, mask) * keep(rows["correction_weights"], mask).detach()
         difference, tokens = log_ratio(log_probs.detach(), old, mask), mask.sum()

@@ -3,7 +3,8 @@
 Every function takes the same keyword-only tensors and returns ``(losses, measures)``: ``losses[b, t]`` is the term of
 one token, ``measures`` maps a metric's name to a per-token quantity whose masked mean is logged. ``ratio`` r is
 ``exp(log_probs - old_log_probs)``, A the advantage. A term depends on its own row alone, so any cut into micro-batches
-gives the same sum. A user's own function (``loss_mode=package.module:function``) has this signature.
+gives the same sum. A user's own function (``loss_mode=package.module:function``) has this signature; columns that it
+reads beyond those that every loss gets (``workers/actor.py``: ``CREDIT``) stand in its attribute ``needs``.
 """
 
 from __future__ import annotations
@@ -346,3 +347,32 @@ def resolve(name: str) -> PolicyLoss:
         return load(name)
     known = ", ".join(POLICY_LOSSES)
     raise ConfigError(f"policy loss {name!r} is unknown: use one of {known} or package.module:function")
+
+
+def needs_of(name: str) -> frozenset[str]:
+    """Columns that loss ``name`` reads beyond those that every loss gets; only a user's own may."""
+    return frozenset() if name in POLICY_LOSSES else frozenset(vars(resolve(name)).get("needs", ()))
+
+
+def refuse_other_shapes(name: str, found: object, mask: Bool[Tensor, "b T"]) -> None:
+    """Nothing, if ``found`` is what a policy loss returns; a mean or a term per row would be broadcast in silence.
+
+    Raises:
+        ConfigError: it is not; says what came.
+    """
+    losses, measures = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(measures, Mapping):
+        told = "(" + ", ".join(type(part).__name__ for part in found) + ")" if isinstance(found, tuple) else None
+        came = told or type(found).__name__
+    else:
+        parts = {"losses": losses, **measures}
+        wrong = {key: part for key, part in parts.items() if getattr(part, "shape", None) != mask.shape}
+        if not wrong:
+            return
+        key, part = next(iter(wrong.items()))
+        came = f"{key} of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"{key} of {type(part).__name__}"
+    raise ConfigError(
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={name} must return (losses, measures): a tensor of shape "
+        f"{tuple(mask.shape)} (rows, tokens), not reduced, and a dict of such tensors, which may be empty: it returned "
+        f"{came}"
+    )

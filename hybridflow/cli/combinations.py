@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "critic on": {"critic.enable": True},
     "KL in reward": {"algorithm.use_kl_in_reward": True},
     "KL in loss": {"actor_rollout_ref.actor.use_kl_loss": True},
+    "overlong penalty": {"reward.overlong.enable": True, "reward.overlong.len": 2},
     "dynamic sampling": {"algorithm.filter_groups.enable": True},
     "importance weights": {f"{CORRECTION}.rollout_is": "token"},
     "rejection": {f"{CORRECTION}.rollout_rs": "seq_mean_k1"},

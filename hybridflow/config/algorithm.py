@@ -38,7 +38,7 @@ class KLControlConfig(Section):
     target_kl: PositiveFloat = 0.1
     """adaptive: KL per token aimed at."""
     horizon: PositiveInt = 10000
-    """adaptive: sequences over which the coefficient doubles at most."""
+    """adaptive: sequences over which the coefficient changes by a fifth (more in one step count as that many)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class RolloutCorrectionConfig(Section):
     loss_type: Annotated[str, OneOf(BYPASS_LOSSES)] = "ppo_clip"
     """bypass_mode: ppo_clip or reinforce."""
     guard_action: Annotated[str, OneOf(GUARD_ACTIONS)] = "warn"
-    """When mismatch leaves the band: warn, fallback (recompute without correction) or stop."""
+    """When mismatch leaves the band: warn, fallback (no correction in this step) or stop."""
     guard_max_log_ratio: PositiveFloat | None = None
     """Band of the masked mean absolute log-ratio; None: no guard."""
 
@@ -106,7 +106,7 @@ class SafeRLHFConfig(Section):
     cost_limit: float = 0.0
     """Mean cost allowed."""
     multiplier_init: NonNegativeFloat = 1.0
-    """First value of the multiplier."""
+    """First value of the multiplier; 0 (with ``multiplier_lr=0``): costs are watched and not weighed."""
     multiplier_lr: NonNegativeFloat = 0.1
     """Step size of its log."""
 

@@ -1,4 +1,4 @@
-"""Faults of the exact KL and of rollout correction: choices that need others, and choices that would do nothing."""
+"""Faults of KL, rollout correction and reward shaping: choices that need others, and choices that would do nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hybridflow.config.problems import Problem, show
+from hybridflow.config.rejection import UnreadableRejectionError, read_rejections
 
 if TYPE_CHECKING:
     from hybridflow.config.root import PPOConfig
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 CORRECTION = "algorithm.rollout_correction"
+REPLACED_BY_REINFORCE = frozenset({"vanilla", "reinforce", "gpg"})
+"""Policy losses that loss_type=reinforce may stand beside: the default, and itself."""
 
 
 def exact_kl(config: PPOConfig) -> Iterator[Problem]:
@@ -83,9 +86,44 @@ def correction(config: PPOConfig) -> Iterator[Problem]:
             text, fix = f"has no effect without {CORRECTION}.{other}", "Set that, or remove this key."
             reads = (f"{CORRECTION}.{other.partition('=')[0]}",)
             yield Problem(key=f"{CORRECTION}.{name}", given=show(given), text=text, fix=fix, reads=reads)
-    names, thresholds = (chosen.rollout_rs or "").split(","), show(chosen.rollout_rs_threshold).split(",")
-    if chosen.rollout_rs and len(thresholds) not in (1, len(names)):
-        text = f"has {len(thresholds)} entries for the {len(names)} names of rollout_rs={chosen.rollout_rs}"
-        key, given = f"{CORRECTION}.rollout_rs_threshold", show(chosen.rollout_rs_threshold)
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if chosen.bypass_mode and chosen.loss_type == "reinforce" and loss_mode not in REPLACED_BY_REINFORCE:
+        text = f"is not used: {CORRECTION}.loss_type=reinforce is the policy loss of bypass_mode"
+        key, reads = f"{ACTOR}.policy_loss.loss_mode", (bypass, f"{CORRECTION}.loss_type")
+        yield Problem(key=key, given=loss_mode, text=text, fix="Keep one of the two.", reads=reads)
+    try:
+        read_rejections(chosen.rollout_rs, chosen.rollout_rs_threshold, chosen.rollout_is_threshold)
+    except UnreadableRejectionError as error:
+        key, given = f"{CORRECTION}.{error.field}", show(getattr(chosen, error.field))
         fix, reads = "Give one for all, or one each.", (f"{CORRECTION}.rollout_rs",)
-        yield Problem(key=key, given=given, text=text, fix=fix, reads=reads)
+        yield Problem(key=key, given=given, text=error.text, fix=fix, reads=reads)
+
+
+def shaping(config: PPOConfig) -> Iterator[Problem]:
+    """Penalties, shaping and a multiplier that would do nothing, or something else than they say."""
+    algorithm, overlong, longest = config.algorithm, config.reward.overlong, config.response_length
+    if overlong.enable and not 0 < overlong.len <= longest:
+        text = f"is the buffer before the limit of {longest} tokens in which the penalty grows: 1 to {longest} tokens"
+        fix, reads = f"Use {max(1, longest // 4)}.", ("reward.overlong.enable", "data.max_response_length")
+        yield Problem(key="reward.overlong.len", given=show(overlong.len), text=text, fix=fix, reads=reads)
+    safe = algorithm.safe_rlhf
+    if safe.enable and safe.multiplier_init == 0 and safe.multiplier_lr > 0:
+        text = "never grows: a step multiplies it"
+        fix = "Use a small number such as 0.01, or algorithm.safe_rlhf.multiplier_lr=0 to watch costs only."
+        reads = ("algorithm.safe_rlhf.enable", "algorithm.safe_rlhf.multiplier_lr")
+        yield Problem(key="algorithm.safe_rlhf.multiplier_init", given="0", text=text, fix=fix, reads=reads)
+    if algorithm.adv_estimator != "gdpo":
+        return
+    form = algorithm.reward_shaping
+    for key, set_ in (
+        ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward),
+        ("algorithm.reward_shaping.normalize", form.normalize),
+        ("algorithm.reward_shaping.clip", form.clip),
+        ("algorithm.reward_shaping.length_penalty", form.length_penalty),
+        ("reward.overlong.enable", overlong.enable),
+    ):
+        if set_:
+            text = "has no effect: algorithm.adv_estimator=gdpo reads components of the reward, not the shaped score"
+            use_kl = f"Use {ACTOR}.use_kl_loss=True." if key.endswith("use_kl_in_reward") else ""
+            fix = use_kl or "Return it as a component, or use another estimator."
+            yield Problem(key=key, given=show(set_), text=text, fix=fix, reads=("algorithm.adv_estimator",))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hybridflow.config.algorithm_checks import ACTOR, REF, correction, exact_kl
+from hybridflow.config.algorithm_checks import ACTOR, REF, correction, exact_kl, shaping
 from hybridflow.config.data import BUILTIN_TASK
 from hybridflow.config.problems import Problem, show
 
@@ -55,6 +55,7 @@ def across(config: PPOConfig) -> Iterator[Problem]:
     yield from _needs_of_algorithms(config)
     yield from exact_kl(config)
     yield from correction(config)
+    yield from shaping(config)
     yield from _pools(config)
     yield from _reward_model(config)
     yield from _batch_sizes(config)

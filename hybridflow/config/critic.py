@@ -15,7 +15,7 @@ class CriticModelConfig(ModelConfig):
     """The critic's model; its sharding may stand here, where verl's scripts put it."""
 
     path: str | None = None
-    """None: the actor's model with a new value head."""
+    """None: the actor's model with a new value head, which starts at 0."""
     fsdp_config: FSDPConfig | None = None
     """verl's place for ``critic.fsdp``; given in one of both."""
 

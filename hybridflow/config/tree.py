@@ -29,6 +29,20 @@ def _plain_default(field: Field[Any]) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
+def value_at(tree: Any, key: str) -> Any:
+    """What stands at a dotted key of a configuration or of plain nested dicts; None below a section that is None."""
+    for name in key.split("."):
+        if tree is None:
+            return None
+        tree = tree[name] if isinstance(tree, dict) else getattr(tree, name)
+    return tree
+
+
+def is_set(value: Any, default: Any) -> bool:
+    """Whether a configuration's ``value`` is another than ``default`` of ``defaults_tree``; None is no value."""
+    return value is not None and (list(value) if isinstance(value, tuple) else value) != default
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
     """One key that can be set."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any
 
 from hybridflow.config.problems import show
 from hybridflow.config.root import PPOConfig
-from hybridflow.config.tree import defaults_tree, leaf_names
+from hybridflow.config.tree import defaults_tree, is_set, leaf_names, value_at
 
 NOT_READ_YET = ("*.mixed_precision.buffer_dtype",)
 """Patterns of dotted keys; ``*`` stands for anything."""
@@ -29,18 +28,6 @@ def set_without_effect(config: PPOConfig) -> Iterator[str]:
     for key in leaf_names(PPOConfig):
         if not is_unread(key):
             continue
-        value, default = _at(config, key), _at(defaults, key)
-        if value is not None and _plain(value) != default:
+        value = value_at(config, key)
+        if is_set(value, value_at(defaults, key)):
             yield f"{key}={show(value)}"
-
-
-def _at(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        if tree is None:
-            return None
-        tree = tree[name] if isinstance(tree, dict) else getattr(tree, name)
-    return tree
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

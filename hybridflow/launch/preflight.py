@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridflow.config.checks import VALUE_ESTIMATORS
+from hybridflow.config.choices import ADV_ESTIMATORS
 from hybridflow.config.data import BUILTIN_TASK
+from hybridflow.config.in_vain import set_in_vain
 from hybridflow.config.problems import raise_if_any
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.unread import set_without_effect
@@ -195,6 +198,12 @@ def _notes(config: PPOConfig, device: Device) -> tuple[str, ...]:
             f"the generator has devices of its own (pool {config.pool_of('rollout')}): every publish sends each of its "
             "ranks all that it stores, and its devices idle while the actor trains"
         )
+    if config.critic.enable and estimator in ADV_ESTIMATORS and estimator not in VALUE_ESTIMATORS:
+        found.append(
+            f"critic.enable=True: algorithm.adv_estimator={estimator} reads no values, so the critic learns and "
+            "changes nothing"
+        )
+    found += set_in_vain(config)
     found += [f"{setting} has no effect yet" for setting in set_without_effect(config)]
     return tuple(found)
 

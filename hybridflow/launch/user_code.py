@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hybridflow.batch.columns import TABLE
 from hybridflow.config.constraints import is_dotted
 from hybridflow.config.data import CustomClassConfig
 from hybridflow.config.problems import did_you_mean
@@ -23,6 +24,11 @@ REWARD_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 READER_ARGUMENTS = ("config", "held_out")
 """Keywords with which a reader of prompts is called, behind the source."""
 
+ESTIMATOR_ARGUMENTS = ("token_rewards", "mask", "group_id", "config")
+"""Keywords with which an advantage estimator is called, beside the columns of the step."""
+LOSS_ARGUMENTS = ("log_probs", "old_log_probs", "advantages", "mask", "config")
+"""Keywords with which a policy loss is called, beside the columns of the rows."""
+
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -32,14 +38,15 @@ def check_user_code(config: PPOConfig) -> Iterator[Finding]:
     keywords = (*REWARD_ARGUMENTS, *reward.reward_kwargs)
     yield from _in_file("reward.custom_reward_function", reward, 0, keywords)
     yield from _in_file("data.custom_cls", config.data.custom_cls, 1, READER_ARGUMENTS)
-    for key, target in (
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", config.actor_rollout_ref.actor.policy_loss.loss_mode),
-        ("actor_rollout_ref.actor.optim.optimizer", config.actor_rollout_ref.actor.optim.optimizer),
-        ("critic.optim.optimizer", config.critic.optim.optimizer),
+    actor = config.actor_rollout_ref.actor
+    for key, target, named in (
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator, ESTIMATOR_ARGUMENTS),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", actor.policy_loss.loss_mode, LOSS_ARGUMENTS),
+        ("actor_rollout_ref.actor.optim.optimizer", actor.optim.optimizer, None),
+        ("critic.optim.optimizer", config.critic.optim.optimizer, None),
     ):
         if is_dotted(target):
-            yield from _by_dotted_path(key, target)
+            yield from _by_dotted_path(key, target, named)
 
 
 def _in_file(key: str, own: CustomClassConfig, positional: int, keywords: Sequence[str]) -> Iterator[Finding]:
@@ -80,8 +87,11 @@ def _in_file(key: str, own: CustomClassConfig, positional: int, keywords: Sequen
             yield Finding(level="error", what=key, text=f"{own.name} in {own.path} {refusal}", fix=fix)
 
 
-def _by_dotted_path(key: str, target: str) -> Iterator[Finding]:
-    """Whether the module of ``package.module:attribute`` is there, and a name in it that can be read."""
+def _by_dotted_path(key: str, target: str, keywords: Sequence[str] | None) -> Iterator[Finding]:
+    """Whether the module of ``package.module:attribute`` is there, a name in it that can be read, and takes the call.
+
+    ``keywords``: with which it is called, beside columns by name; None: that is not known.
+    """
     module, separator, attribute = target.partition(":")
     if not separator:
         module, _, attribute = target.rpartition(".")
@@ -100,6 +110,11 @@ def _by_dotted_path(key: str, target: str) -> Iterator[Finding]:
         if first not in names and "*" not in names:
             fix = did_you_mean(first, list(names)) or f"The module defines {', '.join(names) or 'nothing'}."
             yield Finding(level="error", what=key, text=f"{target}: {found} defines no {first}", fix=fix)
+        elif keywords is not None and first == attribute:
+            refusal = _refusal(names.get(first), 0, keywords, columns=True)
+            if refusal is not None:
+                fix = f"Define it as {first}(*, {', '.join(keywords)}, **columns)."
+                yield Finding(level="error", what=key, text=f"{target} {refusal}", fix=fix)
 
 
 def _source(module: str) -> Path | None:
@@ -158,8 +173,8 @@ def _absent_import(tree: ast.Module, file: Path) -> str | None:
     return None
 
 
-def _refusal(node: ast.AST | None, positional: int, keywords: Sequence[str]) -> str | None:
-    """Why a call would fail; None: it would not, or the source does not tell."""
+def _refusal(node: ast.AST | None, positional: int, keywords: Sequence[str], *, columns: bool = False) -> str | None:
+    """Why a call would fail; None: it would not, or the source does not tell. ``columns``: all those come by name."""
     if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.List, ast.Dict, ast.Tuple)):
         return f"is {ast.unparse(node.value)[:40]}, which cannot be called"
     skip = 0
@@ -178,7 +193,10 @@ def _refusal(node: ast.AST | None, positional: int, keywords: Sequence[str]) -> 
     filled, open_to = set(ordered[:positional]), {*ordered[positional:], *(one.arg for one in arguments.kwonlyargs)}
     unknown = [name for name in keywords if name not in open_to and arguments.kwarg is None]
     unfilled = [name for name in open_to if name not in optional and name not in keywords]
+    if columns:
+        unknown = [] if arguments.kwarg else ["**columns"]
+        unfilled = [name for name in unfilled if name not in TABLE]
     if not unknown and not unfilled and (len(filled) == positional or arguments.vararg):
         return None
-    call = ", ".join((*["source"] * positional, *(f"{name}=" for name in keywords)))
+    call = ", ".join((*["source"] * positional, *(f"{name}=" for name in keywords), *["**columns"] * columns))
     return f"takes ({ast.unparse(arguments)}) and is called with ({call})"

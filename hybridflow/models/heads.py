@@ -40,7 +40,10 @@ _SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_m
 
 
 class ValueModel(nn.Module):
-    """A body and a linear head of one output; parameter names as in Hugging Face's token classification models."""
+    """A body and a linear head of one output; parameter names as in Hugging Face's token classification models.
+
+    A new head starts at 0 (``engines/train/assembly.py`` fills what no file holds with it): all first values are 0.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -9,12 +9,15 @@ import torch
 from hybridflow.algorithms.filtering import count_groups, first_groups, next_move, raw_metric, telling_rows
 from hybridflow.batch.batch import Batch, concat
 from hybridflow.config.algorithm import FilterGroupsConfig
+from hybridflow.trainer.failures import failures, refuse_too_many
 from hybridflow.utils.errors import DataError
 
 Metrics = dict[str, float]
 
 
-def fill(scored_round: Callable[[], Batch], config: FilterGroupsConfig, *, groups: int) -> tuple[Batch, Metrics]:
+def fill(
+    scored_round: Callable[[], Batch], config: FilterGroupsConfig, *, groups: int, max_failed_share: float
+) -> tuple[Batch, Metrics]:
     """A batch of exactly ``groups`` telling groups where the data has them, and what it took.
 
     Args:
@@ -22,15 +25,19 @@ def fill(scored_round: Callable[[], Batch], config: FilterGroupsConfig, *, group
         config: metric, bound on rounds, and what follows when they run out: ``train`` keeps fewer groups, ``skip``
             keeps no row.
         groups: prompts of a trainer step.
+        max_failed_share: samples of a round that may fail; judged before groups are dropped, since those that failed as
+            a whole are dropped first and a broken generator would only ever skip steps.
 
     Raises:
         DataError: the rounds ran out and ``on_exhausted`` is error.
+        RewardError: more samples of a round failed.
     """
     kept: list[Batch] = []
     found = rounds = generated = 0
     move = "again"
     while move == "again":
         batch = scored_round()
+        refuse_too_many(batch, failures(batch), max_failed_share)
         rounds += 1
         telling = _telling(batch, config.metric)
         generated += count_groups(group_id=batch["group_id"], keep_rows=torch.ones(len(batch), dtype=torch.bool))

@@ -57,10 +57,11 @@ class PPOTrainer:
 
     def generate(self, step: int) -> Batch:
         """``n`` responses for each prompt of the step; under dynamic sampling of prompts that teach something."""
-        settings = self.config.algorithm.filter_groups
+        settings, limit = self.config.algorithm.filter_groups, self.config.reward.max_failed_share
         if not settings.enable:
             return self.sample(step)
-        batch, metrics = fill(lambda: self.judge(self.sample(step)), settings, groups=self.config.data.train_batch_size)
+        prompts = self.config.data.train_batch_size
+        batch, metrics = fill(lambda: self.judge(self.sample(step)), settings, groups=prompts, max_failed_share=limit)
         self.run.record(metrics)
         return batch
 

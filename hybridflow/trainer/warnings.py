@@ -34,6 +34,8 @@ FLAT_SHARE = 0.9
 """Share of groups whose rewards are all equal."""
 CUT_SHARE = 0.5
 """Share of responses that reach the length limit."""
+TELLING_SHARE = "filter_groups/telling_share"
+"""Share of the generated groups that dynamic sampling could keep."""
 WATCHED = (
     "actor/entropy_old",
     "actor/entropy",
@@ -41,6 +43,7 @@ WATCHED = (
     *REFERENCE_KL,
     "groups/zero_spread_share",
     "groups/singleton_share",
+    TELLING_SHARE,
     "critic/score/mean",
     "critic/score/max",
     "critic/score/min",
@@ -161,16 +164,26 @@ def _reference_kl(recent: Sequence[Metrics], names: Sequence[str]) -> str | None
 def _rewards(recent: Sequence[Metrics]) -> str | None:
     if not all(_no_spread(metrics) for metrics in recent[-PERSISTS:]):
         return None
-    score = recent[-1].get("critic/score/mean", math.nan)
+    scores = _last(recent, "critic/score/mean", 1)
+    level = f" (mean {scores[0]:.3g})" if scores else ""
+    filtered = TELLING_SHARE in recent[-1]
+    found = (
+        f"dynamic sampling keeps only {recent[-1][TELLING_SHARE]:.0%} of the groups that it generates: in nearly all "
+        "others every response has the same reward"
+        if filtered
+        else f"nearly all responses to one prompt have the same reward{level}: there is little to learn from"
+    )
+    more = "" if filtered else "algorithm.filter_groups.enable=True, "
     return (
-        f"nearly all responses to one prompt have the same reward (mean {score:.3g}): there is little to learn from. "
-        "Usual changes: easier prompts if the score is low and harder ones if it is high, "
-        "algorithm.filter_groups.enable=True, a larger rollout.n, a higher rollout.temperature, a finer reward; a "
-        "score that never moves often means that the reward function does not find the answer"
+        f"{found}. Usual changes: easier prompts if the score is low and harder ones if it is high, {more}"
+        "a larger rollout.n, a higher rollout.temperature, a finer reward; a score that never moves often means that "
+        "the reward function does not find the answer"
     )
 
 
 def _no_spread(metrics: Metrics) -> bool:
+    if TELLING_SHARE in metrics:  # what dynamic sampling keeps has spread; how much it had to throw away tells
+        return 1 - metrics[TELLING_SHARE] >= FLAT_SHARE
     if metrics.get("groups/singleton_share", 0.0) < 1:
         return metrics.get("groups/zero_spread_share", 0.0) >= FLAT_SHARE
     high, low = metrics.get("critic/score/max"), metrics.get("critic/score/min")

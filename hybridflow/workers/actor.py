@@ -18,6 +18,7 @@ from hybridflow.algorithms.contract import Counts, Loss
 from hybridflow.algorithms.credit import assign_credit, credit_reads
 from hybridflow.algorithms.lagrange import assign_cost_credit, cost_reads
 from hybridflow.algorithms.losses import ActorLoss
+from hybridflow.algorithms.policy_loss import needs_of as loss_needs
 from hybridflow.algorithms.pretraining import PretrainingMix
 from hybridflow.algorithms.rewards import RewardNormalizer
 from hybridflow.batch.batch import Batch
@@ -61,8 +62,14 @@ def _credit_reads(arguments: Mapping[str, Any]) -> tuple[str, ...] | None:
     return None if reads is None else (*reads, *AGREEMENT_READS)
 
 
+def _update_reads(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    loss_mode = arguments["config"].actor_rollout_ref.actor.policy_loss.loss_mode
+    return (*SEQUENCE, *CREDIT, "row_index", *sorted(loss_needs(loss_mode)))
+
+
 def _cost_reads(arguments: Mapping[str, Any]) -> tuple[str, ...] | None:
-    return cost_reads(arguments["config"].algorithm)
+    config = arguments["config"]
+    return cost_reads(config.algorithm, config.actor_rollout_ref.actor.policy_loss)
 
 
 class ActorWorker(TrainedWorker):
@@ -206,9 +213,10 @@ class ActorWorker(TrainedWorker):
     @register(dispatch="RANK_ZERO", reads=_cost_reads)
     def compute_cost_advantage(self, batch: Batch, *, multiplier: float) -> tuple[Batch, Metrics]:
         """Advantages of reward and cost in one, over the whole batch (algorithms/lagrange.py)."""
-        return assign_cost_credit(batch, self._config.algorithm, multiplier=multiplier)
+        policy_loss = self._config.actor_rollout_ref.actor.policy_loss
+        return assign_cost_credit(batch, self._config.algorithm, multiplier=multiplier, policy_loss=policy_loss)
 
-    @register(dispatch="MESH_3D", reads=(*SEQUENCE, *CREDIT, "row_index"))
+    @register(dispatch="MESH_3D", reads=_update_reads)
     def update_actor(self, batch: Batch, *, total_rows: int, step: int) -> Metrics:
         """All mini-batches and epochs of one trainer step; metrics (but for times) are the same on every rank."""
         with self._phase("update_actor"):

@@ -112,6 +112,12 @@ def test_the_configured_estimator_and_loss_are_those_that_are_used(job):
     assert _alike(losses, "actor/pg_loss", "actor/grad_norm") == [{"gpg", "reinforce"}]
 
 
+def test_a_users_own_loss_gets_the_columns_that_it_asks_for(job):
+    steps = job(**{LOSS: "tests.integration.own_loss:by_entropy"})
+    _finite_and_learning(steps)
+    assert all(step["actor/entropy_weight"] == pytest.approx(step["actor/entropy_old"], rel=0.2) for step in steps)
+
+
 def _aggregated(mode: str) -> dict[str, Any]:
     return {
         "actor_rollout_ref.actor.loss_agg_mode": mode,

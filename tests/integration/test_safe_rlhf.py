@@ -60,7 +60,8 @@ def test_the_size_of_the_cost_and_of_the_multiplier_reach_the_update(tmp_path):
         multiplier: run_job(
             tmp_path / str(multiplier),
             **SAFE,
-            **{"algorithm.safe_rlhf.multiplier_init": multiplier, "trainer.total_training_steps": 1},
+            **{"algorithm.safe_rlhf.multiplier_init": multiplier, "algorithm.safe_rlhf.multiplier_lr": 0.0},
+            **{"trainer.total_training_steps": 1},
         )[0]["actor/grad_norm"]
         for multiplier in (0.0, 1.0, 100.0)
     }

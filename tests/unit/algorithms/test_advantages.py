@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.algorithms.advantages import ADVANTAGES, NEEDS, needs_of, resolve
+from hybridflow.algorithms import advantages
+from hybridflow.algorithms.advantages import ADVANTAGES, NEEDS, estimate, needs_of, resolve
 from hybridflow.config.checks import GROUP_ESTIMATORS
 from hybridflow.config.choices import ADV_ESTIMATORS
 from hybridflow.config.root import VALUE_ESTIMATORS
@@ -184,6 +185,43 @@ def test_groups_are_found_by_id_wherever_their_rows_stand() -> None:
     assert outcomes([1.0, 0.0, 0.0, 1.0], [4, 1, 4, 1], "grpo") == pytest.approx(
         [0.7071, -0.7071, -0.7071, 0.7071], abs=1e-4
     )
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "one number per row": (lambda mask: (mask[:, 0].double(),) * 2, r"\[\(8,\), \(8,\)\]"),
+    "no returns": (lambda mask: mask.double(), r"\[\(8, 6\)\]"),
+    "a number": (lambda mask: (mask.double(), 0.0), r"\[\(8, 6\), 'float'\]"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_users_estimator_that_returns_something_else_is_told_what_is_expected(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned, words = WRONG[kind]
+    work = case()
+    monkeypatch.setattr(advantages, "own", lambda *, mask, **columns: returned(mask), raising=False)
+    with pytest.raises(ConfigError, match=rf"must return \(advantages, returns\), each of shape \(8, 6\).*{words}"):
+        estimate_own(work)
+
+
+def estimate_own(work: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    return estimate(
+        "hybridflow.algorithms.advantages:own",
+        token_rewards=work.rewards.float(),
+        mask=work.mask,
+        group_id=work.group_id,
+        config=algorithm(),
+        columns={},
+    )
+
+
+def test_what_a_users_estimator_leaves_at_masked_positions_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = case()
+    dirt = torch.where(work.mask, 2.0, float("nan")).double()
+    monkeypatch.setattr(advantages, "own", lambda **columns: (dirt, dirt), raising=False)
+    for found in estimate_own(work):
+        assert torch.equal(found, torch.where(work.mask, 2.0, 0.0))
 
 
 @pytest.mark.parametrize(

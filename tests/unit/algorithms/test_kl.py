@@ -65,6 +65,15 @@ def test_aliases_give_identical_numbers(alias: str, name: str) -> None:
         assert torch.equal(estimate(alias + suffix, a, b), estimate(name + suffix, a, b))
 
 
+def test_a_batch_beyond_the_horizon_never_turns_the_sign_of_the_coefficient() -> None:
+    """Ziegler's factor 1 - 0.2 sequences / horizon is negative, a reward for leaving, beyond five horizons."""
+    adaptive = AdaptiveKLController(controller(type="adaptive", kl_coef=0.1, target_kl=1.0, horizon=100))
+    adaptive.update(kl=0.0, sequences=8192)
+    assert adaptive.value == pytest.approx(0.08)
+    adaptive.update(kl=50.0, sequences=8192)
+    assert adaptive.value == pytest.approx(0.096)
+
+
 @pytest.mark.parametrize("name", ["k4", "", "+", "k3++", "low_var"])
 def test_an_unknown_name_raises_and_lists_the_known_ones(name: str) -> None:
     """C04."""

@@ -6,8 +6,10 @@ import statistics
 import pytest
 import torch
 
+from hybridflow.algorithms.covariance import select_by_covariance
 from hybridflow.algorithms.lagrange import LagrangeMultiplier, assign_cost_credit, combine, cost_reads
 from hybridflow.batch.batch import Batch
+from hybridflow.config.actor import PolicyLossConfig
 from hybridflow.config.algorithm import SafeRLHFConfig
 from tests.unit.algorithms.cases import Case, algorithm, case, lists, padded
 from tests.unit.algorithms.test_returns import loop_gae
@@ -30,6 +32,22 @@ def test_the_multiplier_grows_while_the_limit_is_broken_and_is_saved() -> None:
 def test_a_multiplier_may_start_at_zero() -> None:
     multiplier = LagrangeMultiplier(SafeRLHFConfig(multiplier_init=0.0))
     assert multiplier.value == pytest.approx(0.0, abs=1e-8)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_tokens_of_high_covariance_are_those_of_the_advantages_that_are_trained_on(name: str) -> None:
+    """Cui et al.: cov(log pi, A) of the objective; with a multiplier of 3 the cost decides, not the reward alone."""
+    work, loss = case(), PolicyLossConfig(loss_mode=name, clip_cov_lb=0.0, clip_cov_ratio=0.2, kl_cov_ratio=0.2)
+    batch, config = cost_batch(work, old_log_probs=work.old_log_probs), algorithm(adv_estimator="rloo")
+    assert "old_log_probs" in (cost_reads(config, loss) or ()) and "old_log_probs" not in (cost_reads(config) or ())
+    found, _ = assign_cost_credit(batch, config, multiplier=3.0, policy_loss=loss)
+
+    def chosen_by(advantages: torch.Tensor) -> torch.Tensor:
+        return select_by_covariance(log_probs=work.old_log_probs, advantages=advantages, mask=work.mask, config=loss)
+
+    assert torch.equal(found["covariance_selected"], chosen_by(found["advantages"]))
+    assert not torch.equal(found["covariance_selected"], chosen_by(work.advantages))
+    assert "covariance_selected" not in assign_cost_credit(batch, config, multiplier=3.0)[0]
 
 
 def test_the_multiplier_never_overflows() -> None:

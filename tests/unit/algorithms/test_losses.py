@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybridflow.algorithms import policy_loss
 from hybridflow.algorithms.aggregation import AGGREGATIONS, counts_of
 from hybridflow.algorithms.contract import Metric, Outputs
 from hybridflow.algorithms.kl import kl_estimate
@@ -202,6 +203,26 @@ def test_a_users_own_loss_by_dotted_path() -> None:
         run(ActorLoss(config, max_response_length=6), work)[0],
         run(ActorLoss(actor("sapo"), max_response_length=6), work)[0],
     )
+
+
+SHAPES: dict[str, tuple[Any, str]] = {
+    "a mean": (lambda losses: (losses.mean(), {}), r"losses of shape \(\)"),
+    "a number per row": (lambda losses: (losses.sum(1, keepdim=True), {}), r"losses of shape \(8, 1\)"),
+    "no measures": (lambda losses: losses, "it returned Tensor"),
+    "what verl's return": (lambda losses: (losses.mean(), 0.1, 0.2, 0.0), r"\(Tensor, float, float, float\)"),
+    "a measure that is a mean": (lambda losses: (losses, {"own/x": losses.mean()}), r"own/x of shape \(\)"),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_users_loss_that_is_reduced_already_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean would be broadcast over the tokens: in value right, in gradient divided twice by what a cut decides."""
+    returned, words = SHAPES[kind]
+    own = lambda *, log_probs, mask, **columns: returned(torch.where(mask, -log_probs, 0.0))  # noqa: E731
+    monkeypatch.setattr(policy_loss, "own", own, raising=False)
+    loss = ActorLoss(actor("hybridflow.algorithms.policy_loss:own"), max_response_length=6)
+    with pytest.raises(ConfigError, match=rf"must return \(losses, measures\).*\(8, 6\).*{words}"):
+        run(loss, case())
 
 
 @pytest.mark.parametrize(

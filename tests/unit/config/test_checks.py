@@ -48,7 +48,8 @@ def test_the_number_of_steps_follows_from_the_configuration_where_it_can(overrid
         ("trainer.pools.sampling.slots=[2]", "trainer.pools.sampling.roles=[rollout]",
          "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "actor_rollout_ref.hybrid_engine=False"),
         ("trainer.pools.sampling.slots=[1]", "trainer.pools.sampling.roles=[rollout]", "trainer.controller=local"),
-        ("algorithm.rollout_correction.rollout_rs='token_k1,seq_max_k2'",),
+        ("algorithm.rollout_correction.rollout_rs='token_k1,seq_max_k2'",
+         "algorithm.rollout_correction.rollout_rs_threshold='0.5_2,0.1'"),
     ],
 )  # fmt: skip
 def test_what_can_work_is_let_through(overrides):

@@ -87,6 +87,20 @@ BAD = [
     (["algorithm.rollout_correction.rollout_rs='token_k1,seq_max_k2'",
       "algorithm.rollout_correction.rollout_rs_threshold='1,2,3'"],
      "algorithm.rollout_correction.rollout_rs_threshold=1,2,3", "has 3 entries for the 2 names"),
+    (["algorithm.rollout_correction.rollout_rs=seq_mean_k3"],
+     "algorithm.rollout_correction.rollout_rs_threshold=null", "k3 bound is one positive number"),
+    (["algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=0.5"],
+     "algorithm.rollout_correction.rollout_rs_threshold=0.5", "one number above 1"),
+    (["algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.loss_type=reinforce",
+      f"{ACTOR}.policy_loss.loss_mode=gspo"], f"{ACTOR}.policy_loss.loss_mode=gspo", "is not used"),
+    (["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]", "algorithm.use_kl_in_reward=True"],
+     "algorithm.use_kl_in_reward=True", f"Use {ACTOR}.use_kl_loss=True."),
+    (["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]", "algorithm.reward_shaping.length_penalty=1"],
+     "algorithm.reward_shaping.length_penalty=1.0", "reads components of the reward"),
+    (["reward.overlong.enable=True"], "reward.overlong.len=0", "the penalty grows"),
+    (["reward.overlong.enable=True", "reward.overlong.len=4096"], "reward.overlong.len=4096", "before the limit of"),
+    (["algorithm.safe_rlhf.enable=True", "algorithm.safe_rlhf.multiplier_init=0"],
+     "algorithm.safe_rlhf.multiplier_init=0", "never grows"),
     (["algorithm.filter_groups.enable=True", "algorithm.adv_estimator=gae", f"{ROLLOUT}.n=1"],
      "algorithm.filter_groups.enable=True", f"Set {ROLLOUT}.n=8"),
     (["algorithm.safe_rlhf.enable=True", "algorithm.adv_estimator=remax"],
@@ -505,6 +519,39 @@ def test_a_reader_of_prompts_with_another_signature_is_an_error(tmp_path, code, 
     with pytest.raises(HybridFlowError, match=r"data\.custom_cls") as caught:
         judge(f"data.custom_cls.path={file}", f"data.custom_cls.name={name}")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "words"),
+    [
+        ("algorithm.adv_estimator", "def own(token_level_rewards, response_mask, config): ...", "**columns"),
+        ("algorithm.adv_estimator", "def own(*, token_level_rewards, mask, **rest): ...", "token_level_rewards"),
+        ("algorithm.adv_estimator", "def own(*, token_rewards, mask, group_id, config): ...", "**columns"),
+        (f"{ACTOR}.policy_loss.loss_mode", "def own(old_log_prob, log_prob, advantages, **more): ...", "log_probs="),
+        (f"{ACTOR}.policy_loss.loss_mode", "own = 3", "cannot be called"),
+    ],
+)
+def test_an_estimator_or_a_loss_with_another_signature_is_an_error_before_the_run(
+    tmp_path, monkeypatch, key, code, words
+):
+    (tmp_path / "own_functions_1.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(HybridFlowError) as caught:
+        judge(f"{key}=own_functions_1:own")
+    assert key in str(caught.value) and words in str(caught.value) and "Define it as own(*, " in str(caught.value)
+
+
+def test_an_estimator_or_a_loss_may_name_columns_and_leave_the_rest(tmp_path, monkeypatch):
+    (tmp_path / "own_functions_2.py").write_text(
+        "def credit(*, token_rewards, mask, group_id, config, values, scale=2.0, **columns): ...\n"
+        "def loss(log_probs, old_log_probs, advantages, mask, config, **columns): ...\n"
+        "def anything(**columns): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("credit", "anything"):
+        judge(f"algorithm.adv_estimator=own_functions_2:{name}")
+    for name in ("loss", "anything"):
+        judge(f"{ACTOR}.policy_loss.loss_mode=own_functions_2.{name}")
 
 
 def test_a_reader_of_prompts_may_be_a_function_or_a_class(tmp_path):

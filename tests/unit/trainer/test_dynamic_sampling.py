@@ -7,7 +7,8 @@ import torch
 
 from hybridflow.batch.batch import Batch
 from hybridflow.config.algorithm import FilterGroupsConfig
-from hybridflow.trainer.dynamic_sampling import fill
+from hybridflow.rewards.result import RewardError
+from hybridflow.trainer import dynamic_sampling
 from hybridflow.utils.errors import ColumnError, DataError
 
 SAMPLES = 3
@@ -33,9 +34,16 @@ class Rounds:
                 "group_id": torch.tensor([group for group, _ in rows]),
                 "score": score,
                 "valid": score.isfinite(),
+                "finish_reason": ["abort" if s != s else "stop" for _, s in rows],
                 "reward_info": [{} if s != s else {"acc": float(s > 0.5)} for _, s in rows],
             }
         )
+
+
+def fill(
+    rounds: Rounds, config: FilterGroupsConfig, *, groups: int, share: float = 1.0
+) -> tuple[Batch, dict[str, float]]:
+    return dynamic_sampling.fill(rounds, config, groups=groups, max_failed_share=share)
 
 
 def settings(**changes: object) -> FilterGroupsConfig:
@@ -92,6 +100,14 @@ def test_a_round_that_failed_as_a_whole_is_passed_over_whatever_is_judged() -> N
     failed = (float("nan"),) * SAMPLES
     batch, metrics = fill(Rounds([failed, failed], [MIXED]), settings(metric="acc"), groups=1)
     assert (len(batch), metrics["filter_groups/rounds"]) == (3, 2.0)
+
+
+def test_a_round_in_which_too_many_samples_failed_stops_the_run_before_its_groups_are_dropped() -> None:
+    """Dropped groups are learned from by nobody, so no later stage would ever see a generator that aborts all."""
+    failed = (float("nan"),) * SAMPLES
+    with pytest.raises(RewardError, match=r"6 of 9 samples .*max_failed_share=0.5: aborted 6"):
+        fill(Rounds([failed, failed, MIXED]), settings(), groups=1, share=0.5)
+    assert len(fill(Rounds([failed, MIXED]), settings(), groups=1, share=0.5)[0]) == SAMPLES
 
 
 def test_a_metric_that_no_scored_row_has_is_an_error_that_names_it() -> None:

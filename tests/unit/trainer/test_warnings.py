@@ -57,6 +57,18 @@ def test_with_one_sample_per_prompt_the_whole_batch_is_looked_at():
     assert "rewards" in symptoms([alone | {"critic/score/max": 0.0}] * PERSISTS)
 
 
+def test_dynamic_sampling_that_finds_hardly_a_telling_group_is_told_by_what_it_threw_away():
+    """The groups that it keeps all have spread; a step that it skips has no metrics of rewards at all."""
+    kept = HEALTHY | {"groups/zero_spread_share": 0.0, "filter_groups/telling_share": 0.05}
+    message = symptoms([kept] * PERSISTS)["rewards"]
+    assert "keeps only 5% of the groups" in message and "filter_groups.enable" not in message
+    skipped = {"filter_groups/telling_share": 0.0, "filter_groups/skipped": 1.0}
+    assert "keeps only 0%" in symptoms([skipped] * PERSISTS)["rewards"]
+    assert symptoms([kept | {"filter_groups/telling_share": 0.5}] * PERSISTS) == {}
+    alarms = Alarms()
+    assert [len(alarms.look(skipped)) for _ in range(PERSISTS)] == [0, 0, 1]
+
+
 def test_metrics_that_are_missing_or_not_finite_are_no_symptom():
     assert symptoms([{}] * 5, first_entropy=1.0) == {}
     assert symptoms([{"actor/ppo_kl": float("nan"), "actor/kl_loss": float("inf")}] * 5) == {}
