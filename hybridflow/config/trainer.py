@@ -31,6 +31,9 @@ class TimeoutsConfig(Section):
     """Reading, filtering and encoding of all prompts before the first step."""
     generate_s: PositiveFloat = 3600.0
     """One generation phase."""
+    silence_s: PositiveFloat = 60.0
+    """How long a replica of a generator in a pool to itself may give no sign of life: its process does not answer, or
+    no engine step ends (ten times its longest step where that is more; before its first step ten times this)."""
     train_s: PositiveFloat = 3600.0
     """One update or forward phase."""
     reward_s: PositiveFloat = 1800.0
@@ -38,7 +41,9 @@ class TimeoutsConfig(Section):
     publish_s: PositiveFloat = 600.0
     """One weight transfer."""
     save_s: PositiveFloat = 1800.0
-    """One checkpoint."""
+    """One checkpoint, written or fetched."""
+    track_s: PositiveFloat = 300.0
+    """One call of a tracker; one that is later is given up, and the run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,13 +6,15 @@ process in ``context.siblings``. A worker with a ``close()`` method has it calle
 
 A hosting process has two lanes. *Work*: one call at a time, in submission order, always in the thread that built the
 workers; the only lane that runs collectives or touches tensors. *Control*: answers at any time, touches no tensor:
-``ping``, ``dump_stacks`` and ``post``, which leaves a message in the mailbox that an engine loop drains between steps.
+``ping``, ``dump_stacks``, ``pulse`` (how far a long call has come) and ``post``, which leaves a message in the mailbox
+that an engine loop drains between steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -60,6 +62,56 @@ class Mailbox:
                 return found
 
 
+@dataclass(frozen=True, slots=True)
+class Beats:
+    """How far a rank has come."""
+
+    count: int = 0
+    """Steps that ended since its process began."""
+    longest_s: float = 0.0
+    """The longest of them."""
+    expected: bool = False
+    """Whether it is in the middle of steps now: without an end of one it hangs."""
+
+
+class Pulse:
+    """Steps that a rank ends within a long call; the work lane writes, the control lane reads.
+
+    It tells a slow call from one that hangs long before the deadline of either.
+    """
+
+    def __init__(self) -> None:
+        self._beats = Beats()
+        self._since = time.monotonic()
+
+    @property
+    def beats(self) -> Beats:
+        """So far."""
+        return self._beats
+
+    def beat(self) -> None:
+        """A step has ended."""
+        now = time.monotonic()
+        longest_s = max(self._beats.longest_s, now - self._since)
+        self._beats = Beats(self._beats.count + 1, longest_s, self._beats.expected)
+        self._since = now
+
+    @contextmanager
+    def expected(self, expected: bool = True) -> Iterator[None]:
+        """Inside, steps are expected to end; or, within that again, they are not: the rank waits for others."""
+        before = self._expect(expected)
+        try:
+            yield
+        finally:
+            self._expect(before)
+
+    def _expect(self, expected: bool) -> bool:
+        before = self._beats
+        self._beats = Beats(before.count, before.longest_s, expected)
+        self._since = time.monotonic()
+        return before.expected
+
+
 class CallRecorder(Protocol):
     """Looks on while a rank carries out its calls."""
 
@@ -94,6 +146,8 @@ class RankContext:
     """Workers of this process by role."""
     mailbox: Mailbox = field(default_factory=Mailbox)
     """Messages that ``WorkerGroup.post`` left for this process; shared by all its workers."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """Where a worker says how far a long call has come; shared by all of this process."""
     recorder: CallRecorder = field(default_factory=NoRecorder)
     """Set by a worker that wants to look on (workers/profiler.py)."""
 

@@ -82,7 +82,7 @@ def run(config: PPOConfig, plan: RunPlan, cluster: ClusterStart | None = None) -
     folder = Path(config.trainer.default_local_dir)
     console = screen()
     store = checkpoint_store(config)
-    with own_folder(folder), StopSignals() as signals:
+    with own_folder(folder), StopSignals(saves=config.trainer.save_freq > 0) as signals:
         _write_config(config, folder)
         tries = _Tries(config, plan, console, store, signals, cluster)
         try:
@@ -177,6 +177,7 @@ def _assemble(tries: _Tries, start: StartUp, stack: ExitStack) -> tuple[PPOTrain
         folder=config.trainer.default_local_dir,
         config=dataclasses.asdict(config),
         total_steps=total_steps,
+        deadline_s=config.trainer.timeouts.track_s,
     )
     stack.callback(tracker.finish)  # also when a run fails: the live line must not stay open
     record = Run(
@@ -195,6 +196,7 @@ def _assemble(tries: _Tries, start: StartUp, stack: ExitStack) -> tuple[PPOTrain
         offer=groups[MAIN_POOL].keep,
         stop_asked=tries.signals.asked,
     )
+    record.keep("trackers", tracker)
     stack.callback(record.close)
     return trainer_of(config)(roles, record, config), record
 

@@ -314,7 +314,7 @@ def _divides_heads(model: ModelFacts, degree: int) -> bool:
 def _files(config: PPOConfig) -> Iterator[Finding]:
     trainer = config.trainer
     if trainer.resume_from_path is not None:
-        yield from _checkpoint("trainer.resume_from_path", trainer.resume_from_path)
+        yield from _checkpoint("trainer.resume_from_path", trainer.resume_from_path, trainer.timeouts.save_s)
     for source in config.algorithm.ptx_files:
         yield from _exists("algorithm.ptx_files", source)
     for key, folder in (
@@ -326,13 +326,13 @@ def _files(config: PPOConfig) -> Iterator[Finding]:
             yield _writable(key, Path(folder).expanduser())
 
 
-def _checkpoint(key: str, path: str) -> Iterator[Finding]:
+def _checkpoint(key: str, path: str, deadline_s: float) -> Iterator[Finding]:
     if not is_url(path):
         yield from _local_checkpoint(key, path)
         return
     above, _, name = path.rstrip("/").rpartition("/")
     try:
-        held = RemoteFolder(above, key=key).complete(last=MANIFEST)
+        held = RemoteFolder(above, key=key, deadline_s=deadline_s).complete(last=MANIFEST)
     except MachineError as error:
         yield Finding(level="error", what=key, text=str(error), fix="Check the URL and its credentials.")
         return

@@ -77,6 +77,7 @@ def _starter(
 
 def _settings(config: PPOConfig, plan: PoolPlan, name: str) -> GroupSettings:
     timeouts = config.trainer.timeouts
+    generates_alone = plan.pool.roles == ("rollout",) and not config.rollout_shares_devices
     return GroupSettings(
         name=name,
         environment=plan.environment,
@@ -87,6 +88,7 @@ def _settings(config: PPOConfig, plan: PoolPlan, name: str) -> GroupSettings:
         collective_timeout_s=float(config.actor_rollout_ref.nccl_timeout),
         deadlines=method_deadlines(timeouts),
         default_deadline_s=timeouts.train_s,
+        silence_s=timeouts.silence_s if generates_alone else None,
         stack_folder=Path(config.trainer.default_local_dir) / "stacks",
     )
 

@@ -30,9 +30,13 @@ class StopSignals:
     """Handlers of this process while inside; outside the main thread, where Python allows none, it does nothing.
 
     Until ``arm`` the first signal raises ``Interrupted``, so that whatever has started is ended in order.
+
+    Args:
+        saves: whether the run saves before it ends, for what the person is told.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool = True) -> None:
+        self._what = "is finished and saved" if saves else "is finished, and not saved (trainer.save_freq)"
         self.received: int | None = None
         """The first signal that came."""
         self._armed = False
@@ -78,7 +82,7 @@ class StopSignals:
         name = signal.Signals(number).name
         if not self._armed:
             raise Interrupted(name)
-        logger.warning("%s: this step is finished and saved, then the run ends; a second signal ends it at once", name)
+        logger.warning("%s: this step %s, then the run ends; a second signal ends it at once", name, self._what)
 
 
 def _end_all(code: int) -> None:

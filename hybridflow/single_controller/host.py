@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.refs import Reader, Store
-from hybridflow.dispatch.group import Fetched, Mailbox, RankContext, WorkerSpec
+from hybridflow.dispatch.group import Fetched, Mailbox, Pulse, RankContext, WorkerSpec
 from hybridflow.dispatch.transfer import Arguments
 from hybridflow.single_controller.oom import OomKills
 from hybridflow.single_controller.wire import pack, unpack
@@ -307,11 +307,17 @@ def dump_stacks() -> str:
         return file.read()
 
 
-def control_answer(mailbox: Mailbox, operation: str, args: Sequence[Any]) -> Any:
-    """What the control lane answers: ``post`` leaves a message, ``ping`` says that it lives, ``dump_stacks`` shows."""
+def control_answer(mailbox: Mailbox, pulse: Pulse, operation: str, args: Sequence[Any]) -> Any:
+    """What the control lane answers.
+
+    ``post`` leaves a message, ``ping`` says that it lives, ``dump_stacks`` shows where it stands, ``pulse`` how far it
+    has come.
+    """
     if operation == "post":
         mailbox.put(*args)
         return True
+    if operation == "pulse":
+        return pulse.beats
     return dump_stacks() if operation == "dump_stacks" else True
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from hybridflow.single_controller import health
 from hybridflow.single_controller.calls import CallTable, PreparedCall
 from hybridflow.single_controller.host import START, Failure, Place, Reply, dump_stacks, node_name
 from hybridflow.single_controller.pace import Pace, stands_at
+from hybridflow.single_controller.vigil import Vigil
 from hybridflow.utils.errors import DeadlineError, LostError, StateError, WorkerError
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,8 @@ class GroupSettings:
     """Seconds by method name, counted from when the call could start on its lane."""
     default_deadline_s: float = 3600.0
     """For all other methods."""
+    silence_s: float | None = None
+    """After how long without a sign of life a rank counts as hanging (``vigil``); None: when the deadline passes."""
     ports: Sequence[int] = (0,)
     """Candidates of the rendezvous port on rank 0's node, tried in order; 0 takes any free one."""
     stack_folder: Path | None = None
@@ -98,7 +102,7 @@ class Lanes(Protocol):
         ...
 
     def control(self, operation: str, ranks: Sequence[int], timeout_s: float, *args: Any) -> dict[int, Any]:
-        """Answers of the control lane by rank: ``ping``, ``dump_stacks`` or ``post``; silent ranks are missing."""
+        """Answers of the control lane by rank: ``ping``, ``dump_stacks``, ``pulse``, ``post``; silent: missing."""
         ...
 
     def end(self, *, polite: bool) -> None:
@@ -297,14 +301,17 @@ class LaneGroup:
 
     def _await(self, call: Submission, *, begun_at: float) -> None:
         stall_at = begun_at + self._pace.stalls_after_s(call.method, call.deadline_s)
+        silence_s = None if call is self._start else self._settings.silence_s  # while built, a rank may be silent
+        vigil = Vigil(partial(self._lanes.control, "pulse"), silence_s) if silence_s else None
         while call.missing and not call.failures:
             now = time.monotonic()
             left_s = begun_at + call.deadline_s - now
             call.replies |= self._lanes.receive(call.number, min(max(left_s, 0.0), POLL_S))
             if not call.missing or call.failures:
                 break
-            if left_s <= 0:
-                self._broken = call.error = DeadlineError(self._deadline_text(call))
+            hangs = {} if vigil is None else vigil.hangs(call.missing)
+            if left_s <= 0 or hangs:
+                self._broken = call.error = DeadlineError(self._deadline_text(call, hangs))
                 self._unanswered = str(call.error)
                 return
             if now >= stall_at:
@@ -358,10 +365,12 @@ class LaneGroup:
         roles = ", ".join(self._table.roles)
         return f"{self.who(failure.rank)} of group {self.name!r} (roles: {roles}) died {when}: {failure.message}"
 
-    def _deadline_text(self, call: Submission) -> str:
+    def _deadline_text(self, call: Submission, hangs: Mapping[int, str]) -> str:
         late = [self.who(rank) for rank in call.missing]
         here = [str(rank) for rank in call.ranks if rank in call.replies]
-        text = f"role {call.role!r}: {call.method} passed its deadline of {call.deadline_s:g} s; no answer from "
+        faults = "; ".join(f"{self.who(rank)}: {fault}" for rank, fault in hangs.items())
+        passed = f"hangs: {faults} (silence_s)" if hangs else f"passed its deadline of {call.deadline_s:g} s"
+        text = f"role {call.role!r}: {call.method} {passed}; no answer from "
         text += f"{', '.join(late)}; answered: {'rank ' + ', '.join(here) if here else 'none'}"
         if call is self._start:
             text += ". A rank without a process lacks a resource; one with a process is still building its workers"

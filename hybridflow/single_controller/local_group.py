@@ -160,7 +160,7 @@ class _InProcess:
         return {}
 
     def control(self, operation: str, ranks: Sequence[int], timeout_s: float, *args: Any) -> dict[int, Any]:
-        answer = control_answer(self._host.context.mailbox, operation, args)
+        answer = control_answer(self._host.context.mailbox, self._host.context.pulse, operation, args)
         return {0: 0.0 if operation == "ping" else answer}
 
     def place(self, rank: int) -> Place | None:

@@ -128,6 +128,6 @@ def _answer_control(control: Connection, context: RankContext) -> None:
 
 def _answered(context: RankContext, operation: str, args: Sequence[Any]) -> Any:
     try:
-        return control_answer(context.mailbox, operation, args)
+        return control_answer(context.mailbox, context.pulse, operation, args)
     except OSError as error:  # stacks go through a file: a full disk must not end the lane
         return f"no {operation}: {error}"

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from hybridflow.dispatch.group import Mailbox
+from hybridflow.dispatch.group import Mailbox, Pulse
 from hybridflow.single_controller.oom import OomKills, oom_kills
 from hybridflow.utils.optional import load
 
@@ -38,6 +38,7 @@ class RankActor:
         sys.path += [entry for entry in path if entry not in sys.path]
         self._lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="work-lane")
         self._mailbox = Mailbox()
+        self._pulse = Pulse()
         self._ended = threading.Event()
 
     def _work(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -58,7 +59,7 @@ class RankActor:
     def _start(self, packed: bytes, meeting: Any, backend: str, timeout_s: float) -> bytes:
         load("hybridflow.single_controller.health:answer_stack_signal")()
         context, specs = load(f"{_WIRE}:unpack")(packed)
-        context.mailbox = self._mailbox
+        context.mailbox, context.pulse = self._mailbox, self._pulse
         self._host = load(f"{_HOST}:Host")(context, specs, load(_STORE))
         load("torch:set_num_threads")(int(os.environ["OMP_NUM_THREADS"]))
         # Left alone, gloo takes the interface of the host's name, on many machines a loopback address.
@@ -102,4 +103,4 @@ class RankActor:
     @ray.method(concurrency_group=CONTROL)
     def control(self, operation: str, args: Sequence[Any]) -> Any:
         """See ``host.control_answer``."""
-        return load(f"{_HOST}:control_answer")(self._mailbox, operation, args)
+        return load(f"{_HOST}:control_answer")(self._mailbox, self._pulse, operation, args)

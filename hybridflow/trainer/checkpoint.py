@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ class CheckpointStore:
         retention: which stay; nothing goes before a newer one is complete.
         about: versions and layout, kept in every manifest.
         remote: where every complete checkpoint is copied to, and where newer ones may be; None: nowhere.
+        fetch_s: how long fetching a checkpoint from a URL may take (``at``).
     """
 
     def __init__(
@@ -94,11 +96,14 @@ class CheckpointStore:
         retention: Retention | None = None,
         about: Mapping[str, Any] | None = None,
         remote: RemoteFolder | None = None,
+        *,
+        fetch_s: float = threading.TIMEOUT_MAX,
     ) -> None:
         self.root = root
         self._retention = Retention() if retention is None else retention
         self._about = dict(about or {})
         self._remote = remote
+        self._fetch_s = fetch_s
         self._begun_at = 0
         self._own: set[int] = set()
         self._cut_short: set[int] = set()
@@ -215,7 +220,7 @@ class CheckpointStore:
         folder = self.root / f"{_PREFIX}{name.removeprefix(_PREFIX)}{_FETCHED}"
         shutil.rmtree(folder, ignore_errors=True)
         logger.info("fetching %s", url)
-        RemoteFolder(above, key="trainer.resume_from_path").pull(name, folder)
+        RemoteFolder(above, key="trainer.resume_from_path", deadline_s=self._fetch_s).pull(name, folder)
         return folder
 
     def _folder(self, step: int) -> Path:

@@ -10,12 +10,14 @@ import json
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
 
+from hybridflow.utils.background import in_background
 from hybridflow.utils.errors import ConfigError, MachineError
 
 logger = logging.getLogger(__name__)
@@ -33,14 +35,20 @@ class RemoteFolder:
     Args:
         url: as fsspec takes it; created at the first copy.
         key: the option that names it, for errors.
+        deadline_s: how long a look, or a fetch, may take (``trainer.timeouts.save_s``). Copies are made in the
+            background of a save, which has the deadline.
 
     Raises:
         ConfigError: no such protocol, or its package is not installed.
         RemoteError: the file system refuses.
     """
 
-    def __init__(self, url: str, *, key: str = "trainer.checkpoint_copy") -> None:
+    def __init__(
+        self, url: str, *, key: str = "trainer.checkpoint_copy", deadline_s: float = threading.TIMEOUT_MAX
+    ) -> None:
         self.url = url
+        self._key = key
+        self._deadline_s = deadline_s
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
@@ -85,7 +93,7 @@ class RemoteFolder:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(path, str(target))
 
-        self._reach(fetch)
+        self._in_time(f"{name} was not fetched", fetch)
         os.replace(partial, into)
 
     def complete(self, *, last: str) -> dict[str, dict[str, Any]]:
@@ -99,7 +107,7 @@ class RemoteFolder:
             return {name: self._files.cat_file(f"{self._root}/{name}/{last}") for name in held}
 
         manifests = {}
-        for name, text in self._reach(look).items():
+        for name, text in self._in_time("what it holds was not told", look).items():
             try:
                 manifests[name] = dict(json.loads(text))
             except (ValueError, TypeError) as error:
@@ -125,6 +133,17 @@ class RemoteFolder:
                 self._files.rm(target, recursive=True)
 
         self._reach(remove)
+
+    def _in_time(self, what: str, action: Callable[[], T]) -> T:
+        """The result of ``action``; one that passes the deadline is left behind, whatever its backend waits for."""
+        going = in_background("fetch", self._reach, action)
+        try:
+            return going.result(self._deadline_s)
+        except TimeoutError as error:
+            raise RemoteError(
+                f"{self._key}: {what} from {self.url} within {self._deadline_s:g} s (trainer.timeouts.save_s): the "
+                "file system does not answer, or the checkpoint needs longer"
+            ) from error
 
     def _reach(self, action: Callable[[], T]) -> T:
         try:

@@ -119,7 +119,10 @@ def checkpoint_store(config: PPOConfig) -> CheckpointStore:
             "versions": versions(),
             "layout": {"nnodes": settings.nnodes, "n_gpus_per_node": settings.n_gpus_per_node},
         },
-        None if settings.checkpoint_copy is None else RemoteFolder(settings.checkpoint_copy),
+        None
+        if settings.checkpoint_copy is None
+        else RemoteFolder(settings.checkpoint_copy, deadline_s=settings.timeouts.save_s),
+        fetch_s=settings.timeouts.save_s,
     )
 
 

@@ -12,11 +12,13 @@ import logging
 import math
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from hybridflow.utils.background import in_background
 from hybridflow.utils.errors import ConfigError
 from hybridflow.utils.optional import load
 
@@ -42,8 +44,30 @@ class RunInfo:
     total_steps: int
 
 
+@runtime_checkable
+class Remembering(Protocol):
+    """A destination that a run must find again when it goes on elsewhere from a checkpoint."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Plain values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where they say; before the first call of ``log``."""
+        ...
+
+
+@runtime_checkable
+class Abandonable(Protocol):
+    """A destination that could keep this process from ending."""
+
+    def abandon(self) -> None:
+        """Ends what the process would wait for, while a call may still be under way."""
+        ...
+
+
 class Tracker(Protocol):
-    """One destination. Built from a ``RunInfo``; the composite calls it from one thread with plain names and values."""
+    """One destination. Built from a ``RunInfo``; the composite calls with plain names and values, one at a time."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Takes metrics of ``step``; steps do not decrease, and a step may come again with more of them."""
@@ -66,6 +90,7 @@ def build_trackers(
     folder: str | Path,
     config: Mapping[str, Any],
     total_steps: int,
+    deadline_s: float = threading.TIMEOUT_MAX,
 ) -> CompositeTracker:
     """The named destinations behind one tracker.
 
@@ -85,17 +110,20 @@ def build_trackers(
         except Exception as error:  # third-party code: a tracker never stops a run
             said = (name, type(error).__name__, error)
             logger.warning("tracker %s cannot start and is left out: %s: %s", *said, exc_info=True)
-    return CompositeTracker(trackers)
+    return CompositeTracker(trackers, deadline_s=deadline_s)
 
 
 class CompositeTracker:
     """Hands everything to each destination, in plain form, and survives their failures.
 
-    The first failure of a destination is a warning with its cause; ``finish`` says how many calls were lost.
+    The first failure of a destination is a warning with its cause; ``finish`` says how many calls were lost. One that
+    lets ``deadline_s`` pass (``trainer.timeouts.track_s``) is given up.
     """
 
-    def __init__(self, trackers: Mapping[str, Tracker]) -> None:
+    def __init__(self, trackers: Mapping[str, Tracker], *, deadline_s: float = threading.TIMEOUT_MAX) -> None:
         self._trackers = dict(trackers)
+        self._deadline_s = deadline_s
+        self._given_up: set[str] = set()
         self._lost = dict.fromkeys(self._trackers, 0)
         self._finished = False
 
@@ -119,15 +147,51 @@ class CompositeTracker:
             if lost:
                 logger.warning("tracker %s lost %d calls", name, lost)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What destinations must find again, by name."""
+        return {
+            name: dict(tracker.state_dict())
+            for name, tracker in self._trackers.items()
+            if isinstance(tracker, Remembering) and name not in self._given_up
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on there; one that is new has nothing to find."""
+        for name, tracker in self._trackers.items():
+            if isinstance(tracker, Remembering) and name in state:
+                tracker.load_state_dict(state[name])
+
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self._trackers.items():
-            try:
-                call(tracker)
-            except Exception as error:  # third-party code: a tracker never stops a run
-                if self._lost[name] == 0:
-                    said = (name, type(error).__name__, error)
-                    logger.warning("tracker %s failed, training goes on: %s: %s", *said, exc_info=True)
+            if name in self._given_up:
                 self._lost[name] += 1
+                continue
+            going = in_background(f"tracker {name}", call, tracker)
+            try:
+                going.result(self._deadline_s)
+            except TimeoutError:
+                if going.done():  # its own, of a connection
+                    self._lose(name, going.exception())
+                else:
+                    self._give_up(name, tracker)
+            except Exception as error:  # noqa: BLE001 - third-party code: a tracker never stops a run
+                self._lose(name, error)
+
+    def _lose(self, name: str, error: BaseException | None) -> None:
+        if self._lost[name] == 0:
+            said = (name, type(error).__name__, error)
+            logger.warning("tracker %s failed, training goes on: %s: %s", *said, exc_info=error)
+        self._lost[name] += 1
+
+    def _give_up(self, name: str, tracker: Tracker) -> None:
+        self._lost[name] += 1
+        self._given_up.add(name)
+        logger.warning(
+            "tracker %s did not come back within %g s (trainer.timeouts.track_s) and is given up; training goes on",
+            name, self._deadline_s,
+        )  # fmt: skip
+        if isinstance(tracker, Abandonable):
+            tracker.abandon()
 
 
 def clean_name(name: str) -> str:

@@ -124,7 +124,8 @@ class RolloutWorker:
         self.engine.clear_caches()
         self._steps = 0
         start = time.perf_counter()
-        completions = generate(self.engine, self._requests(prompts, step, mode), between_steps=self._between_steps)
+        with self._context.pulse.expected():
+            completions = generate(self.engine, self._requests(prompts, step, mode), between_steps=self._between_steps)
         self._count(prompts["prompt_length"].tolist(), completions, time.perf_counter() - start)
         if self._frees_memory:
             self.residency.to_training()
@@ -135,6 +136,7 @@ class RolloutWorker:
 
         A message is announced to the engine's ranks with one step and acted upon after it.
         """
+        self._context.pulse.beat()
         self._steps += 1
         self._asked += [message for message in self._mailbox.drain() if isinstance(message, PublishNow)]
         for message in self._asked:
@@ -142,7 +144,8 @@ class RolloutWorker:
                 self.engine.announce(message.version)
         self._asked = [message for message in self._asked if message.version > self.engine.version]
         if self.engine.announced > self.engine.version:
-            self.publish(self.engine.announced)
+            with self._context.pulse.expected(False):  # the trainers come when they are done with what they do
+                self.publish(self.engine.announced)
 
     def held_bytes(self) -> Mapping[str, int]:
         """Bytes of weights and KV cache on this rank."""

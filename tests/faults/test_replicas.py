@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -35,11 +36,12 @@ def open_replicas() -> Iterator[Open]:
     def give(
         welcome: Callable[[int, WorkerGroup], None] | None = None,
         deadlines: Mapping[str, float] | None = None,
+        silence_s: float | None = None,
         **settings: Any,
     ) -> ReplicaGroup:
-        of_calls = deadlines or {}
+        limits: dict[str, Any] = {"deadlines": deadlines or {}, "silence_s": silence_s}
         group = ReplicaGroup(
-            lambda number: LocalGroup(2, SPEC, GroupSettings(name=f"replica{number}", deadlines=of_calls), preload=()),
+            lambda number: LocalGroup(2, SPEC, GroupSettings(name=f"replica{number}", **limits), preload=()),
             2,
             **{"restarts": 2, **settings},
         )
@@ -169,6 +171,44 @@ def test_a_replica_that_hangs_is_killed_and_its_rows_are_done_again(open_replica
     assert group.restarted == 1
     assert health.wait_gone(before[1], timeout_s=0.0) == []
     assert pids(group)[0] == before[0], "the other replica was left alone"
+
+
+def test_a_replica_that_stands_still_is_replaced_long_before_the_deadline_of_its_call(
+    open_replicas, caplog, monkeypatch
+):
+    monkeypatch.setattr(lanes, "STACKS_TIMEOUT_S", 0.2)
+    group = open_replicas(silence_s=1.2)
+    before = pids(group)
+    os.kill(before[1][0], signal.SIGSTOP)
+    begun = time.monotonic()
+    assert group.call("server", "serve", ROWS).wait()["y"].tolist() == [3000 + i for i in range(7)]
+    assert time.monotonic() - begun < 30.0, "its deadline is an hour"
+    assert group.restarted == 1 and pids(group)[0] == before[0]
+    assert re.search(rf"serve hangs: rank 0 of 2 \(node \S+, pid {before[1][0]}\): its control lane", caplog.text)
+
+
+def test_a_replica_that_lives_but_ends_no_step_is_replaced(open_replicas, tmp_path, caplog):
+    """Before its first step it had ten times as long; with steps known, ten times the longest, at least silence_s."""
+    group = open_replicas(silence_s=1.2)
+    stuck = str(tmp_path / "stuck")
+    call = group.call("server", "serve_in_steps", ROWS, steps=8, seconds=0.02, stuck=stuck)
+    assert call.wait()["y"].tolist() == [3000 + i for i in range(7)]
+    assert group.restarted == 1
+    assert re.search(
+        r"serve_in_steps hangs: rank . of 2 \(.*\): no step of it has ended for [1-9] s; its longest", caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    "how", [{"steps": 40, "seconds": 0.1}, {"steps": 2, "seconds": 2.0}, {"steps": 1, "waits_s": 3.0}]
+)
+def test_a_slow_replica_is_left_alone(open_replicas, how):
+    """Many short steps; steps longer than silence_s, of which nothing was known; a long wait for others."""
+    group = open_replicas(silence_s=0.6)
+    before = pids(group)
+    call = group.call("server", "serve_in_steps", ROWS, **{"seconds": 0.0, **how})
+    assert call.wait()["y"].tolist() == [3000 + i for i in range(7)]
+    assert group.restarted == 0 and pids(group) == before
 
 
 def test_work_that_takes_a_new_replica_too_long_as_well_is_no_hang(open_replicas, monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 
 from hybridflow.launch import build
 from hybridflow.launch.preflight import plan_run
+from hybridflow.launch.signals import StopSignals
 from hybridflow.trainer.checkpoint import CheckpointStore
 from hybridflow.trainer.run import Run
 from tests.invariants.test_resume import lines
@@ -72,3 +73,13 @@ def test_a_signal_at_any_moment_loses_nothing(tmp_path, whole, place, name, at, 
     assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     run_job(tmp_path / "again", **RUN)
     assert lines(tmp_path / "again") == lines(whole)
+
+
+@pytest.mark.parametrize(
+    ("saves", "told"), [(True, "finished and saved, then"), (False, "finished, and not saved (trai")]
+)
+def test_a_signal_says_whether_the_step_will_be_saved(caplog, saves, told):
+    with StopSignals(saves=saves) as signals:
+        signals.arm()
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.exit_code == 143 and told in caplog.text

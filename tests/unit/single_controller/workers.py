@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -253,6 +255,7 @@ class Server:
     """A generator that must hold weights of a version before it serves."""
 
     def __init__(self, context: RankContext) -> None:
+        self.context = context
         self.version: int | None = None
 
     @register(dispatch="ONE_TO_ALL")
@@ -268,3 +271,20 @@ class Server:
             raise ConfigError("asked to serve without weights")
         time.sleep(seconds)
         return Batch({"y": 1000 * self.version + batch["x"]})
+
+    @register(dispatch="MESH_3D", reads=("x",), writes=("y",))
+    def serve_in_steps(
+        self, batch: Batch, *, steps: int, seconds: float, stuck: str = "", waits_s: float = 0.0
+    ) -> Batch:
+        """The same, in steps of ``seconds``, with a wait for others between; hangs for good once it made ``stuck``."""
+        with self.context.pulse.expected():
+            for number in range(steps):
+                if stuck and number == steps // 2:
+                    with suppress(FileExistsError):  # of all ranks one, once
+                        Path(stuck).touch(exist_ok=False)
+                        time.sleep(60.0)
+                time.sleep(seconds)
+                self.context.pulse.beat()
+            with self.context.pulse.expected(False):
+                time.sleep(waits_s)
+        return self.serve(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +11,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from hybridflow.launch.findings import _checkpoint
 from hybridflow.trainer.checkpoint import MANIFEST, STATE, CheckpointStore, Retention, damage_of
 from hybridflow.trainer.remote import RemoteFolder
 from hybridflow.utils.errors import ConfigError, MachineError, StateError
@@ -71,6 +73,37 @@ def test_a_url_without_a_complete_checkpoint_is_refused(tmp_path, url):
         store.at(f"{url}/global_step_2")
     with pytest.raises(MachineError, match="there is no .*global_step_9"):
         store.at(f"{url}/global_step_9")
+
+
+class Silent(MemoryFileSystem):
+    """Answers nothing: neither what it holds nor what is in a file."""
+
+    protocol = "silent"
+    released: ClassVar[threading.Event] = threading.Event()
+
+    def exists(self, *args: Any, **kwargs: Any) -> bool:
+        self.released.wait(30.0)
+        return False
+
+    find = get_file = exists
+
+
+@pytest.mark.parametrize("ask", ["newest", "at", "findings"])
+def test_a_file_system_that_does_not_answer_is_named_in_time(tmp_path, ask):
+    """At the start of a run nobody else has a deadline for it."""
+    fsspec.register_implementation("silent", Silent, clobber=True)
+    Silent.released.clear()
+    far = RemoteFolder("silent://bucket/run", deadline_s=0.3)
+    store = CheckpointStore(tmp_path, remote=far, fetch_s=0.3)
+    try:
+        if ask == "findings":
+            (finding,) = _checkpoint("trainer.resume_from_path", "silent://bucket/run/global_step_2", 0.3)
+            assert finding.level == "error" and "within 0.3 s (trainer.timeouts.save_s)" in finding.text
+            return
+        with pytest.raises(MachineError, match=r"silent://bucket/run within 0.3 s \(trainer.timeouts.save_s\)"):
+            store.newest() if ask == "newest" else store.at("silent://bucket/run/global_step_2")
+    finally:
+        Silent.released.set()
 
 
 def test_what_is_here_is_not_fetched(tmp_path, url):

@@ -5,6 +5,9 @@ import logging
 import math
 import os
 import resource
+import subprocess
+import sys
+import threading
 import time
 
 import numpy as np
@@ -121,6 +124,84 @@ def test_a_destination_that_fails_warns_once_and_the_others_go_on(caplog):
     messages = [record.getMessage() for record in caplog.records]
     assert sum("the server is gone" in message for message in messages) == 1
     assert "tracker bad lost 3 calls" in messages
+
+
+class Stuck(Recorder):
+    """Comes back from nothing after its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.abandoned = 0
+        self.released = threading.Event()
+
+    def log(self, step, metrics):
+        if self.seen:
+            self.released.wait(30.0)
+        super().log(step, metrics)
+
+    def abandon(self):
+        self.abandoned += 1
+
+
+def test_a_destination_that_does_not_come_back_is_given_up_and_the_others_go_on(caplog):
+    stuck, good = Stuck(), Recorder()
+    both = CompositeTracker({"far": stuck, "good": good}, deadline_s=0.2)
+    begun = time.monotonic()
+    for step in (1, 2, 3, 4):
+        both.log(step, {"reward": 0.5})
+    both.finish()
+    stuck.released.set()
+    assert time.monotonic() - begun < 5.0
+    assert good.seen[-1] == "finished" and [entry[0] for entry in good.seen[:-1]] == [1, 2, 3, 4]
+    assert stuck.abandoned == 1 and "finished" not in stuck.seen
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert said == [
+        "tracker far did not come back within 0.2 s (trainer.timeouts.track_s) and is given up; training goes on",
+        "tracker far lost 4 calls",
+    ]
+
+
+WANDB_STOPS = """
+import logging, os, psutil, signal, sys
+from hybridflow.trainer.tracking import build_trackers
+logging.basicConfig(level=logging.WARNING)
+tracker = build_trackers(["wandb"], project="p", experiment="e", folder=sys.argv[1], config={}, total_steps=2,
+                         deadline_s=20.0)
+tracker.log(1, {"reward": 1.0})
+(service,) = [child for child in psutil.Process().children() if "wandb-core" in child.name()]
+os.kill(service.pid, signal.SIGSTOP)
+tracker._deadline_s = 0.5
+tracker.finish()
+print("left", flush=True)
+"""
+
+
+def test_a_wandb_that_hangs_at_the_end_keeps_no_run_from_ending(tmp_path):
+    """Its service is stopped: neither ``finish`` nor W&B's own exit hook would ever come back."""
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", WANDB_STOPS, str(tmp_path)],
+        capture_output=True, text=True, timeout=60, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "left", done.stderr
+    assert "did not come back within 0.5 s" in done.stderr and "wandb sync DIR" in done.stderr
+
+
+@pytest.mark.parametrize(("experiment", "goes_on"), [("e", True), ("branch", False)])
+def test_a_run_that_goes_on_in_another_folder_goes_on_in_its_wandb_run(tmp_path, monkeypatch, experiment, goes_on):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    state, ids = {}, []
+    for folder, name in (("here", "e"), ("there", experiment)):
+        trackers = build_trackers(
+            ["jsonl", "wandb"], project="p", experiment=name, folder=tmp_path / folder, config={}, total_steps=3
+        )
+        trackers.load_state_dict(state)
+        trackers.log(2, {"reward": 0.25})
+        state = json.loads(json.dumps(trackers.state_dict()))
+        trackers.finish()
+        ids.append((tmp_path / folder / "wandb_run_id").read_text())
+    assert (ids[0] == ids[1]) is goes_on
 
 
 def test_finish_closes_each_destination_once():
