@@ -135,14 +135,17 @@ HANGING = (
     Kill("publish", 6, rank=0, group=FIRST, stops=True),
 )
 SHORT = {f"trainer.timeouts.{phase}_s": 12.0 for phase in ("generate", "publish")}
+SILENCE = {"trainer.timeouts.silence_s": 8.0, "trainer.timeouts.publish_s": 60.0}
+"""With half of ``publish_s`` trainers give up on a replica that was noticed long before."""
 
 
 @pytest.mark.slow
-def test_replicas_that_hang_in_generation_and_publish_change_nothing(tmp_path, undisturbed):
-    """They are stopped, their calls' deadlines pass, they are killed and replaced; the trainers give up before."""
+@pytest.mark.parametrize("limits", [SHORT, SILENCE], ids=["deadline", "silence"])
+def test_replicas_that_hang_in_generation_and_publish_change_nothing(tmp_path, undisturbed, limits):
+    """They are stopped; a deadline or silence_s passes; they are killed and replaced, once the trainers have given up."""
     children = set(health.descendants([os.getpid()]))
     with killing(*HANGING) as stopped:
-        rows = run_job(tmp_path / "again", **APART | SHORT)
+        rows = run_job(tmp_path / "again", **APART | limits)
     assert_nothing_is_left(stopped, children)
     assert_same_end(undisturbed, tmp_path / "again", but=MAY_DIFFER)
     assert rows[-1][COUNTER] == len(HANGING)
@@ -153,10 +156,10 @@ def test_replicas_that_hang_in_generation_and_publish_change_nothing(tmp_path, u
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_vllm_replica_that_hangs_changes_nothing(tmp_path, tp):
+def test_a_vllm_replica_that_hangs_changes_nothing(tmp_path, tp, caplog):
     """As the test of those that are killed; of two ranks one is stopped, and its peer waits for it."""
     options = vllm_apart(tp)
-    long = {f"trainer.timeouts.{phase}_s": 30.0 for phase in ("generate", "publish")}
+    long = {"trainer.timeouts.silence_s": 20.0, "trainer.timeouts.publish_s": 60.0}
     kills = (
         Kill("generate_sequences", 4, rank=tp - 1, group=FIRST, stops=True),
         Kill("publish", 4, rank=tp - 1, group=SECOND, stops=True),
@@ -164,6 +167,7 @@ def test_a_vllm_replica_that_hangs_changes_nothing(tmp_path, tp):
     with killing(*kills) as stopped:
         rows = run_job(tmp_path / "again", **options | long)
     assert rows[-1][COUNTER] == 2
+    assert "generate_sequences hangs" in caplog.text and "publish hangs" in caplog.text
     assert health.wait_gone(stopped, timeout_s=0.0) == []
     run_job(tmp_path / "whole", **options)
     assert_same_end(tmp_path / "whole", tmp_path / "again", but=MAY_DIFFER)
