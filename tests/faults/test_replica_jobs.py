@@ -142,7 +142,7 @@ SILENCE = {"trainer.timeouts.silence_s": 8.0, "trainer.timeouts.publish_s": 60.0
 @pytest.mark.slow
 @pytest.mark.parametrize("limits", [SHORT, SILENCE], ids=["deadline", "silence"])
 def test_replicas_that_hang_in_generation_and_publish_change_nothing(tmp_path, undisturbed, limits):
-    """They are stopped; a deadline or silence_s passes; they are killed and replaced, once the trainers have given up."""
+    """They are stopped; a deadline or silence_s passes; they are killed and replaced, the trainers having given up."""
     children = set(health.descendants([os.getpid()]))
     with killing(*HANGING) as stopped:
         rows = run_job(tmp_path / "again", **APART | limits)
