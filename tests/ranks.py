@@ -8,6 +8,7 @@ processes, so no state leaks from case to case and a hung case can be ended with
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,7 @@ def run_ranks(
             processes.append(process)
             pipes.append(ours)
         try:
-            return _collect(pipes, deadline_s, may_die)
+            return _collect(pipes, processes, deadline_s, may_die)
         finally:
             for pipe in pipes:
                 pipe.close()
@@ -77,7 +79,9 @@ def run_ranks(
                 process.join()
 
 
-def _collect(pipes: list[Connection], deadline_s: float, may_die: tuple[int, ...]) -> list[Any]:
+def _collect(
+    pipes: list[Connection], processes: list[ForkServerProcess], deadline_s: float, may_die: tuple[int, ...]
+) -> list[Any]:
     results: dict[int, Any] = {}
     end = time.monotonic() + deadline_s
     while len(results) < len(pipes):
@@ -95,7 +99,8 @@ def _collect(pipes: list[Connection], deadline_s: float, may_die: tuple[int, ...
                 if rank in may_die:
                     results[rank] = None
                     continue
-                failures.append(f"rank {rank} died without an answer")
+                processes[rank].join()
+                failures.append(f"rank {rank} died without an answer, exit code {processes[rank].exitcode}")
                 continue
             if ok:
                 results[rank] = payload
@@ -112,6 +117,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # a crash in native code prints where every thread stood
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
