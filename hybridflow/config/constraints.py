@@ -39,21 +39,21 @@ class Within:
 
     def allowed(self) -> str:
         """What is allowed, in words."""
-        also = "".join(f"{value:g}, or " for value in self.also)
-        lows = [f"at least {self.low:g}"] if self.low is not None else []
-        lows += [f"above {self.above:g}"] if self.above is not None else []
-        highs = [f"at most {self.high:g}"] if self.high is not None else []
-        highs += [f"below {self.below:g}"] if self.below is not None else []
+        also = "".join(f"{_plain(value)}, or " for value in self.also)
+        lows = [f"at least {_plain(self.low)}"] if self.low is not None else []
+        lows += [f"above {_plain(self.above)}"] if self.above is not None else []
+        highs = [f"at most {_plain(self.high)}"] if self.high is not None else []
+        highs += [f"below {_plain(self.below)}"] if self.below is not None else []
         return also + " and ".join(lows + highs)
 
     def fix(self, value: Any) -> str:
         """The nearest allowed number, as a suggestion."""
         bound = self.low if self.low is not None else self.above
         if bound is not None and value < bound and self.low is not None:
-            return f"Use {self.low:g} or more."
+            return f"Use {_plain(self.low)} or more."
         if self.above is not None and value <= self.above:
-            return f"Use more than {self.above:g}."
-        return f"Use {self.high:g} or less." if self.high is not None and value > self.high else ""
+            return f"Use more than {_plain(self.above)}."
+        return f"Use {_plain(self.high)} or less." if self.high is not None and value > self.high else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,8 @@ Constraint = Within | OneOf | Only | Folder
 
 PositiveInt = Annotated[int, Within(low=1)]
 NonNegativeInt = Annotated[int, Within(low=0)]
+Seed = Annotated[int, Within(low=0, high=(1 << 32) - 1)]
+"""What every library takes for a seed."""
 CountOrAll = Annotated[int, Within(low=1, also=(-1,))]
 """A count of at least 1, or -1 where a docstring says what that means (none, all, off)."""
 PositiveFloat = Annotated[float, Within(above=0)]
@@ -133,6 +135,11 @@ NonNegativeFloat = Annotated[float, Within(low=0)]
 Share = Annotated[float, Within(low=0, high=1)]
 Momentum = Annotated[float, Within(low=0, below=1)]
 DType = Annotated[str, OneOf(choices.DTYPES)]
+
+
+def _plain(number: float) -> str:
+    """A bound as people write it: whole numbers with all their digits."""
+    return str(int(number)) if number == int(number) else f"{number:g}"
 
 
 def is_dotted(value: Any) -> bool:

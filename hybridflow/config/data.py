@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from hybridflow.config.choices import TRUNCATIONS
-from hybridflow.config.constraints import CountOrAll, OneOf, Only, PositiveInt, Section, check_fields
+from hybridflow.config.constraints import CountOrAll, OneOf, Only, PositiveInt, Section, Seed, check_fields
 from hybridflow.config.problems import Problem
 
 BUILTIN_TASK = "builtin:arithmetic"
@@ -47,7 +47,7 @@ class DataConfig(Section):
     """Prompts per round of dynamic sampling; None: ``train_batch_size``."""
     shuffle: bool = True
     """Whether the order of training prompts is drawn anew each epoch."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of that order; None: ``trainer.seed``."""
     truncation: Annotated[str, OneOf(TRUNCATIONS)] = "error"
     """What happens to a prompt over ``max_prompt_length``: error, left, right, middle."""

@@ -128,6 +128,8 @@ class _Reader:
         """The member that ``value`` already is, or else the first that can read it."""
         if value is None and type(None) in members:
             return None
+        if value == "None" and type(None) in members:
+            return self.fault(key, "'None' is a text here", "Write null for 'not set'.", given=value)
         wanted = [member for member in members if member is not type(None)]
         if len(wanted) == 1:
             return self.convert(wanted[0], value, key)

@@ -16,6 +16,7 @@ from hybridflow.config.constraints import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Seed,
     check_fields,
 )
 from hybridflow.config.problems import Problem, show
@@ -70,7 +71,7 @@ class TrainerConfig(Section):
     """Folder of all outputs; the two names in it are filled in."""
     logger: tuple[Annotated[str, OneOf(TRACKERS)], ...] = ("console", "jsonl")
     """Trackers."""
-    seed: NonNegativeInt = 1
+    seed: Seed = 1
     """The one seed of the run."""
     total_epochs: PositiveInt = 1
     """Passes over the training prompts."""

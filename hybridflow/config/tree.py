@@ -121,7 +121,7 @@ def describe(hint: Any) -> str:
         members = get_args(hint)
         if members[-1] is Ellipsis:
             return f"list of {describe(members[0])}"
-        return f"list of {len(members)} {describe(members[0])}"
+        return f"list of {len(members)} {describe(members[0])}s"
     if is_open(hint):
         return "mapping"
     names = {bool: "true or false", int: "integer", float: "number", str: "text"}

@@ -38,6 +38,9 @@ READERS = {
 }
 """Readers of files by their ending: path to rows."""
 
+GENERATED_COLUMNS = DataConfig()
+"""``data.prompt_key`` and ``data.reward_fn_key`` name columns of files; generated rows have the usual ones."""
+
 _DRAWS_PER_QUESTION = 20
 """How often a procedural task is asked before it is said to have too few different questions."""
 _HELD_OUT_SEED = 1_000_003
@@ -111,7 +114,8 @@ def read_sources(
         else:
             raw = _raw_rows(source, config, seed=seed, held_out=held_out, exclude=exclude)
         read = raw if look is None else look.take(raw)
-        rows += [_parse(row, f"{source} row {i}", config) for i, row in enumerate(read)]
+        columns = GENERATED_COLUMNS if config.custom_cls.path is None and is_generated(source) else config
+        rows += [_parse(row, f"{source} row {i}", columns) for i, row in enumerate(read)]
     most = config.val_max_samples if held_out else config.train_max_samples
     rows = rows if most < 0 else rows[:most]
     _warn_of_empty_truths(rows)

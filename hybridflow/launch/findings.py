@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
+import fsspec
 from packaging.version import Version
 
 from hybridflow.config.actor import ActorConfig, RefConfig
@@ -23,6 +25,7 @@ from hybridflow.config.model import ModelConfig
 from hybridflow.config.problems import did_you_mean
 from hybridflow.config.reward import RewardModelConfig
 from hybridflow.config.root import PPOConfig
+from hybridflow.data.builtin import SHIPPED_MODEL
 from hybridflow.launch.data_findings import check_data
 from hybridflow.launch.hf_model import ModelFacts, find_folder, hub_answers, looks_like_hub_name, read_model
 from hybridflow.launch.machine import Machine, inspect_machine
@@ -191,8 +194,41 @@ def _models(config: PPOConfig, plan: RunPlan) -> Iterator[Finding]:
         if Path(adapter).exists() and not (Path(adapter) / "adapter_model.safetensors").is_file():
             text = f"{adapter} holds no adapter_model.safetensors"
             yield Finding(level="error", what=key, text=text, fix="Give the folder that PEFT's save_pretrained wrote.")
+    for at, model in (("actor_rollout_ref.model", policy.model), ("critic.model", config.critic.model)):
+        path = model.path or policy.model.path
+        if model.lora_rank > 0 and (at != "critic.model" or config.needs_critic):
+            yield from _adapted(f"{at}.target_modules", model.target_modules, path)
     if plan.model is not None:
         yield from _model_fits(config, plan.model)
+
+
+def _adapted(key: str, targets: str | tuple[str, ...], path: str) -> Iterator[Finding]:
+    """Whether every module that is to get an adapter is part of the model (PEFT passes over those that are not)."""
+    folder = SHIPPED_MODEL if path == BUILTIN_TASK else find_folder(path)
+    try:
+        modules = {name.rpartition(".")[0] for name in (stored_shapes(folder) if folder is not None else ())}
+    except MachineError:  # said elsewhere
+        return
+    leaves = sorted({module.rpartition(".")[2] for module in modules if ".layers." in module})
+    if targets == "all-linear" or not leaves:
+        return
+    if isinstance(targets, str):
+        absent = [] if _matches(targets, modules) else [targets]
+    else:
+        absent = [target for target in targets if not any(f".{module}".endswith(f".{target}") for module in modules)]
+    if absent:
+        fix = f"Write all-linear, or a list of some of {', '.join(leaves)}."
+        if isinstance(targets, str) and targets in leaves:
+            fix = f"A text is a pattern of whole names; write [{targets}]."
+        yield Finding(level="error", what=key, text=f"{path} has no module {', '.join(absent)}", fix=fix)
+
+
+def _matches(pattern: str, names: Iterable[str]) -> bool:
+    """Whether a pattern fits any name whole; one that is no pattern fits nothing."""
+    try:
+        return any(re.fullmatch(pattern, name) for name in names)
+    except re.error:
+        return False
 
 
 def _model_folder(key: str, path: str) -> Iterator[Finding]:
@@ -315,6 +351,8 @@ def _files(config: PPOConfig) -> Iterator[Finding]:
     trainer = config.trainer
     if trainer.resume_from_path is not None:
         yield from _checkpoint("trainer.resume_from_path", trainer.resume_from_path, trainer.timeouts.save_s)
+    if trainer.checkpoint_copy is not None and is_url(trainer.checkpoint_copy):
+        yield from _file_system("trainer.checkpoint_copy", trainer.checkpoint_copy)
     for source in config.algorithm.ptx_files:
         yield from _exists("algorithm.ptx_files", source)
     for key, folder in (
@@ -349,6 +387,14 @@ def _local_checkpoint(key: str, path: str) -> Iterator[Finding]:
         steps = sorted(folder.glob(f"global_step_*/{MANIFEST}"), key=lambda file: file.stat().st_mtime)
         fix = f"Name one of the checkpoints in it: {steps[-1].parent}." if steps else "Name a global_step_N folder."
         yield Finding(level="error", what=key, text=f"{path} is no checkpoint: it has no {MANIFEST}", fix=fix)
+
+
+def _file_system(key: str, url: str) -> Iterator[Finding]:
+    for part in url.split("::"):
+        try:
+            fsspec.get_filesystem_class(part.partition("://")[0] if is_url(part) else "file")
+        except ImportError as error:
+            yield Finding(level="error", what=key, text=f"{url}: {error}", fix="Install that package.")
 
 
 def _exists(key: str, path: str) -> Iterator[Finding]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
@@ -19,6 +21,9 @@ from hybridflow.config.root import PPOConfig
 
 RAY_INIT = "_private/worker.py"
 """Where Ray defines ``init``, since 1.13."""
+_COUNTS = ("num_cpus", "num_gpus", "object_store_memory", "dashboard_port")
+_MAPPINGS = ("resources", "labels", "runtime_env", "_system_config")
+_ADDRESS = re.compile(r"auto|local|(ray://)?[^\s/]+:\d+")
 
 
 def foreign_problems(config: PPOConfig) -> Iterator[Problem]:
@@ -39,10 +44,26 @@ def _ray_problems(config: PPOConfig) -> Iterator[Problem]:
     for key, value in given.items():
         if known and key not in known:
             public = sorted(name for name in known if not name.startswith("_"))
-            fix = did_you_mean(key, sorted(known)) or f"Its arguments: {', '.join(public)}."
-            yield Problem(
-                key=f"ray_kwargs.ray_init.{key}", given=show(value), text="is no argument of ray.init", fix=fix
-            )
+            text, fix = "is no argument of ray.init", did_you_mean(key, sorted(known))
+            fix = fix or f"Its arguments: {', '.join(public)}."
+            yield Problem(key=f"ray_kwargs.ray_init.{key}", given=show(value), text=text, fix=fix)
+        elif wanted := _wanted(key, value):
+            yield Problem(key=f"ray_kwargs.ray_init.{key}", given=show(value), text=f"must be {wanted}")
+    address = os.environ.get("RAY_ADDRESS")
+    if address and "address" not in given and not _ADDRESS.fullmatch(address):
+        fix = "Unset it for a Ray of this run's own."
+        yield Problem(key="RAY_ADDRESS", given=address, text="must be HOST:PORT, auto or local", fix=fix)
+
+
+def _wanted(key: str, value: Any) -> str:
+    """What an argument of ``ray.init`` must be where ``value`` is not; Ray would say so from deep inside."""
+    if key in _COUNTS and (type(value) is not int or value < 0):
+        return "a whole number of at least 0"
+    if key in _MAPPINGS and not isinstance(value, Mapping):
+        return f"a mapping: ray_kwargs.ray_init.{key}.NAME=VALUE"
+    if key == "address" and not _ADDRESS.fullmatch(str(value)):
+        return "HOST:PORT, auto or local"
+    return ""
 
 
 def ray_arguments() -> frozenset[str]:

@@ -187,6 +187,11 @@ def _notes(config: PPOConfig, device: Device) -> tuple[str, ...]:
             f"actor_rollout_ref.rollout.n={rollout.n} (verl's default is 1): {estimator} needs no more than one sample "
             "per prompt"
         )
+    if BUILTIN_TASK in config.data.val_files and BUILTIN_TASK not in config.data.train_files:
+        found.append(
+            f"data.val_files={BUILTIN_TASK} is the default job's: validation asks sums, nothing of your data; set "
+            "data.val_files=FILE"
+        )
     if rollout.mode == "async":
         found.append(
             "actor_rollout_ref.rollout.mode=async is the same loop as sync: requests join and leave the engine's batch "

@@ -62,6 +62,8 @@ def start_ray(ray_init: Mapping[str, Any] | None = None) -> Cluster:
     if ray.is_initialized():
         return Cluster(owned=False)
     wanted = {key: value for key, value in (ray_init or {}).items() if value is not None}
+    if "runtime_env" in wanted:
+        wanted["runtime_env"] = with_text_variables(wanted["runtime_env"])
     address = wanted.pop("address", None) or os.environ.get("RAY_ADDRESS")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     before = set(health.descendants([os.getpid()]))
@@ -77,11 +79,20 @@ def start_ray(ray_init: Mapping[str, Any] | None = None) -> Cluster:
             os.environ.setdefault(name, value)
         _stay_on_loopback(True)
         ray.init(address="local", **{**quiet, **_loopback(), **wanted})
-    except (ConnectionError, RuntimeError, TimeoutError) as error:
+    except Exception as error:  # Ray asserts, and looks into arguments without judging them
         _stay_on_loopback(False)
         where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
-        raise MachineError(f"could not {where}: {error}") from error
+        given = f" with ray_kwargs.ray_init={wanted}" if wanted else ""
+        raise MachineError(f"could not {where}{given}: {str(error) or repr(error)}") from error
     return Cluster(owned=True, processes=tuple(set(health.descendants([os.getpid()])) - before))
+
+
+def with_text_variables(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+    """``runtime_env`` as Ray takes it: ``env_vars.NAME=1`` of a command line is a number, and Ray wants texts."""
+    found = dict(runtime_env)
+    if isinstance(found.get("env_vars"), Mapping):
+        found["env_vars"] = {str(name): str(value) for name, value in found["env_vars"].items() if value is not None}
+    return found
 
 
 def _knock(address: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from hybridflow.dispatch.group import WorkerSpec
 from hybridflow.single_controller import health
-from hybridflow.single_controller.cluster import Cluster, start_ray, stop_ray
+from hybridflow.single_controller.cluster import SLOT, Cluster, start_ray, stop_ray, with_text_variables
 from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.single_controller.ray_group import RayGroup
@@ -172,6 +172,12 @@ def test_every_daemon_listens_on_loopback_only(cluster: Cluster) -> None:
                 assert connection.laddr.ip in ("127.0.0.1", "::1", "::ffff:127.0.0.1"), psutil.Process(pid).cmdline()[
                     :3
                 ]
+
+
+def test_variables_of_a_runtime_env_may_be_numbers() -> None:
+    given = {"env_vars": {"NCCL_DEBUG": "INFO", "CUDA_DEVICE_MAX_CONNECTIONS": 1, "UNSET": None}, "working_dir": "."}
+    expected = {"NCCL_DEBUG": "INFO", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert with_text_variables(given) == {"env_vars": expected, "working_dir": "."}
 
 
 def test_specs_are_judged_before_slots_are_taken(cluster: Cluster) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.registry import known_implementations
 from safetensors.torch import save_file
 
 from hybridflow.config.load import load_config
@@ -164,6 +165,17 @@ BAD = [
     (["ray_kwargs.ray_init.num_cpu=2"], "ray_kwargs.ray_init.num_cpu=2", "Did you mean num_cpus?"),
     (["ray_kwargs.ray_init._temp_dirs=/tmp/x"], "ray_kwargs.ray_init._temp_dirs=/tmp/x", "Did you mean _temp_dir?"),
     (["ray_kwargs.ray_init.foo.bar=1"], "ray_kwargs.ray_init.foo", "Its arguments: address, "),
+    (["ray_kwargs.ray_init.num_cpus=two"], "ray_kwargs.ray_init.num_cpus=two", "a whole number of at least 0"),
+    (["ray_kwargs.ray_init.runtime_env=3"], "ray_kwargs.ray_init.runtime_env=3", "runtime_env.NAME=VALUE"),
+    (["ray_kwargs.ray_init.address=head"], "ray_kwargs.ray_init.address=head", "HOST:PORT, auto or local"),
+    (["data.seed=-1"], "data.seed=-1", "Use 0 or more."),
+    (["trainer.seed=99999999999"], "trainer.seed=99999999999", "Use 4294967295 or less."),
+    (["trainer.resume_from_path=None"], "trainer.resume_from_path=None", "Write null for 'not set'."),
+    ([f"{POLICY}.model.lora_rank=4", f"{POLICY}.model.target_modules=[q_proj,v_prj]"],
+     f"{POLICY}.model.target_modules", "has no module v_prj. Write all-linear"),
+    ([f"{POLICY}.model.lora_rank=4", f"{POLICY}.model.target_modules=q_proj"],
+     f"{POLICY}.model.target_modules", "write [q_proj]"),
+    ([f"{ACTOR}.optim.betas=[0.9]"], f"{ACTOR}.optim.betas=[0.9]", "a list of 2 numbers"),
     (["trainer.checkpoint_copy=s33://runs/1"], "trainer.checkpoint_copy=s33://runs/1", "Did you mean s3?"),
     (["trainer.checkpoint_copy=s3:/runs/1"], "trainer.checkpoint_copy=s3:/runs/1", "Write s3://runs/1."),
     (["trainer.checkpoint_copy=simplecach::memory://runs"], "trainer.checkpoint_copy=", "Did you mean simplecache?"),
@@ -240,6 +252,10 @@ def test_a_home_folder_is_one():
     "override",
     [
         "ray_kwargs.ray_init.num_cpus=2",
+        "ray_kwargs.ray_init.address=auto",
+        "ray_kwargs.ray_init.address=10.0.0.1:6379",
+        f"{POLICY}.model.target_modules=[q_proj,mlp.up_proj]",
+        f"{POLICY}.model.target_modules='.*layers.0.*q_proj'",
         "ray_kwargs.ray_init.num_cpu=null",
         "ray_kwargs.ray_init._temp_dir=/tmp/x",
         "ray_kwargs.ray_init.object_spilling_directory=/tmp/x",
@@ -250,8 +266,22 @@ def test_a_home_folder_is_one():
         "trainer.checkpoint_copy=file:///tmp/runs",
     ],
 )
-def test_names_that_ray_and_fsspec_know_are_let_through(override):
-    judge(override)
+def test_names_that_ray_fsspec_and_the_model_know_are_let_through(override):
+    judge(override, f"{POLICY}.model.lora_rank=4")
+
+
+def test_a_malformed_ray_address_of_the_shell_is_told(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "head")
+    with pytest.raises(HybridFlowError, match="RAY_ADDRESS=head: must be HOST:PORT.*Unset it"):
+        judge()
+    judge("ray_kwargs.ray_init.address=local")
+    judge("trainer.controller=local")
+
+
+def test_a_file_system_whose_package_is_missing_is_told(monkeypatch):
+    monkeypatch.setitem(known_implementations, "rare", {"class": "no_such.Files", "err": "Install no_such"})
+    with pytest.raises(HybridFlowError, match="trainer.checkpoint_copy: rare://x: Install no_such"):
+        judge("trainer.checkpoint_copy=rare://x")
 
 
 def test_every_argument_of_ray_init_is_known():
@@ -369,6 +399,20 @@ def test_an_over_long_prompt_far_down_is_told_before_the_start(tmp_path):
 def test_a_filter_that_leaves_only_what_stands_behind_the_first_thousand_is_fine(tmp_path):
     rows = [row(prompt="1" * 40)] * 1500 + [row()] * 64
     judge(f"data.train_files={write(tmp_path, rows)}", "data.filter_overlong_prompts=true")
+
+
+def test_names_of_columns_are_those_of_files_not_of_generators(tmp_path):
+    rows = [{"question" if name == "prompt" else name: value for name, value in row().items()}] * 64
+    judge(f"data.train_files={write(tmp_path, rows)}", "data.prompt_key=question")
+
+
+def test_validation_on_the_default_jobs_sums_beside_data_of_ones_own_is_noted(tmp_path):
+    def notes(*overrides):
+        return " ".join(plan_run(load_config(tree(*overrides)), LAPTOP).notes)
+
+    file = write(tmp_path, [row()] * 64)
+    assert "set data.val_files=FILE" in notes(f"data.train_files={file}")
+    assert "data.val_files" not in notes(f"data.train_files={file}", f"data.val_files={file}") + notes()
 
 
 def test_a_data_source_without_scorer_is_an_error_unless_a_function_is_given(tmp_path):
