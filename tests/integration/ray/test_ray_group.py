@@ -14,7 +14,7 @@ import pytest
 
 from hybridflow.dispatch.group import WorkerSpec
 from hybridflow.single_controller import health
-from hybridflow.single_controller.cluster import SLOT, Cluster, start_ray, stop_ray, with_text_variables
+from hybridflow.single_controller.cluster import Cluster, start_ray, stop_ray, with_text_variables
 from hybridflow.single_controller.lanes import GroupSettings
 from hybridflow.single_controller.local_group import LocalGroup
 from hybridflow.single_controller.ray_group import RayGroup
