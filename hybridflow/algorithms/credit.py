@@ -1,6 +1,7 @@
 """``assign_credit``: the columns that learning needs, from the columns that generation and scoring left.
 
-    score -> [valid] -> [correction: mask, weights] -> shaped -> on the last trainable token -> [- KL] -> advantages
+    score -> [valid] -> [correction: mask, weights] -> shaped -> on the last trainable token
+          -> [+ step rewards] -> [- KL] -> advantages
 
 A pure function over all rows of a step; statistics over groups and over the batch are taken here, once. The raw
 ``score`` is never changed: filters and metrics go on reading it.
@@ -37,7 +38,7 @@ Metrics = dict[str, float]
 _PASSED_BY_NAME = frozenset({"token_rewards", "mask", "group_id", "config"})
 _READS = (
     *("score", "group_id", "response_mask", "response_length", "prompt_length?", "finish_reason?"),
-    *("rollout_log_probs?", "old_log_probs?", "values?"),
+    *("rollout_log_probs?", "old_log_probs?", "values?", "token_scores?"),
 )
 
 
@@ -94,6 +95,8 @@ def assign_credit(
 
     shaped, baseline, shaping_metrics = _shaped(batch, score, mask, max_response_length, config, overlong, normalizer)
     token_rewards = place_scores(scores=shaped.float(), mask=mask)
+    if "token_scores" in batch:
+        token_rewards = token_rewards + keep(batch["token_scores"], mask)
     if config.use_kl_in_reward:
         token_rewards, kl_metrics = _with_kl(batch, token_rewards, mask, config.kl_penalty, kl_coef)
         metrics |= kl_metrics

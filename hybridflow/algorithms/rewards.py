@@ -149,17 +149,5 @@ def reward_components(
     return components
 
 
-def weighted_sum(*, components: Float[Tensor, "B K"], weights: Sequence[float] = ()) -> Float[Tensor, " B"]:
-    """Sum of components times weights (all 1 when there are none).
-
-    Raises:
-        ValueError: not one weight per component.
-    """
-    if weights and len(weights) != components.shape[1]:
-        raise ValueError(f"{len(weights)} weights for {components.shape[1]} reward components")
-    factors = torch.tensor(list(weights) or [1.0] * components.shape[1], dtype=components.dtype)
-    return components @ factors.to(components.device)
-
-
 def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan

@@ -44,6 +44,7 @@ TABLE: dict[str, Column] = {
         Column("score", "float64", "B", "raw score of the reward function or model", "reward"),
         Column("response_text", "object", "B", "decoded response, special tokens left out", "reward"),
         Column("reward_info", "object", "B", "dict of further numbers of the scorer", "reward"),
+        Column("token_scores", "float32", "B T", "raw rewards of parts of the response, at their ends", "reward"),
         Column("old_log_probs", "float32", "B T", "nats, tempered, at the start of the step", "actor"),
         Column("old_entropy", "float32", "B T", "nats, tempered, at the start of the step", "actor"),
         Column("old_sum_pi_squared", "float32", "B T", "sum of squared token probabilities, tempered", "actor"),

@@ -99,6 +99,19 @@ def correction(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(key=key, given=given, text=error.text, fix=fix, reads=reads)
 
 
+def _components(config: PPOConfig) -> Iterator[Problem]:
+    """Weights of components that nobody gives, and givers without a weight."""
+    reward, weights, key = config.reward, config.reward.component_weights, "reward.component_weights"
+    model, enable = "reward_model", "reward.reward_model.enable"
+    if weights and reward.reward_model.enable != (model in weights):
+        text = f"names {model}, and there is none" if model in weights else f"gives {model} no weight, and it scores"
+        fix = f"Set {enable}=True, or remove it." if model in weights else f"Set {key}.{model}=1.0."
+        yield Problem(key=key, given=show(dict(weights)), text=text, fix=fix, reads=(enable,))
+    elif reward.reward_model.enable and len(weights) > 1 and reward.custom_reward_function.path is None:
+        text, fix = f"names more than {model}, and no function gives it", "Set reward.custom_reward_function.path."
+        yield Problem(key=key, given=show(dict(weights)), text=text, fix=fix, reads=(enable,))
+
+
 def shaping(config: PPOConfig) -> Iterator[Problem]:
     """Penalties, shaping and a multiplier that would do nothing, or something else than they say."""
     algorithm, overlong, longest = config.algorithm, config.reward.overlong, config.response_length
@@ -112,6 +125,12 @@ def shaping(config: PPOConfig) -> Iterator[Problem]:
         fix = "Use a small number such as 0.01, or algorithm.safe_rlhf.multiplier_lr=0 to watch costs only."
         reads = ("algorithm.safe_rlhf.enable", "algorithm.safe_rlhf.multiplier_lr")
         yield Problem(key="algorithm.safe_rlhf.multiplier_init", given="0", text=text, fix=fix, reads=reads)
+    yield from _components(config)
+    if config.reward.step_rewards and algorithm.adv_estimator in ("remax", "gdpo"):
+        why = "its greedy baseline is a score alone" if algorithm.adv_estimator == "remax" else "it reads components"
+        text, fix = f"does not reach algorithm.adv_estimator={algorithm.adv_estimator}: {why}", "Use gae, grpo or rloo."
+        reads = ("algorithm.adv_estimator",)
+        yield Problem(key="reward.step_rewards", given="True", text=text, fix=fix, reads=reads)
     if algorithm.adv_estimator != "gdpo":
         return
     form = algorithm.reward_shaping

@@ -87,6 +87,13 @@ class RewardConfig(Section):
     """How often a call that raised, was late or took its process with it is tried again."""
     max_failed_share: Share = 0.5
     """Share of failed samples in a step (scoring failed, generation was cut off) above which the run stops."""
+    component_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of numbers that the reward function returns beside ``score``, of ``function`` (its score) and of
+    ``reward_model``: their weighted sum is the score then. None given: the score is that of the function, plus the
+    reward model's."""
+    step_rewards: bool = False
+    """Whether ``step_rewards``, a list of (characters, reward) pairs that the reward function returns beside ``score``,
+    are placed on the tokens that end the first so many characters of the response."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """Length penalty."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)

@@ -29,7 +29,7 @@ def dataflow(config: PPOConfig) -> tuple[Stage, ...]:
         call, writes = "compute_model_score", ("model_score",)
         stages.append(Stage(stage="score", role="reward_model", method=call, reads=SEQUENCE, writes=writes))
         scored += writes
-    writes = ("score", "reward_info", "valid")
+    writes = ("score", "reward_info", "valid", *_steps(config))
     stages.append(Stage(stage="score", role="reward", method="compute_reward", reads=scored, writes=writes))
     if config.recomputes_old_log_probs:
         writes = ("old_log_probs", "old_entropy", *(("full_kl",) if config.exact_kl_in_reward else ()))
@@ -46,10 +46,14 @@ def dataflow(config: PPOConfig) -> tuple[Stage, ...]:
     return (*stages, *_credit(config), *_learn(config))
 
 
+def _steps(config: PPOConfig) -> tuple[str, ...]:
+    return ("token_scores",) if config.reward.step_rewards else ()
+
+
 def _credit(config: PPOConfig) -> tuple[Stage, ...]:
     correction = config.algorithm.rollout_correction
     reads = ["score", "valid", "group_id", "response_mask"]
-    reads += ["values"] if config.needs_critic else []
+    reads += [*_steps(config), *(["values"] if config.needs_critic else [])]
     reads += ["old_log_probs", *SQUARES] if config.algorithm.adv_estimator in TOKEN_BASELINES else []
     if config.algorithm.use_kl_in_reward:
         reads += ["full_kl"] if config.exact_kl_in_reward else ["old_log_probs", "ref_log_probs"]

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from hybridflow.config.reward import RewardConfig
 from hybridflow.rewards.registry import RewardFunction, is_async, load_reward_function
-from hybridflow.rewards.result import as_score
+from hybridflow.rewards.result import STEP_REWARDS, as_score
 from hybridflow.utils.optional import load
 
 Outcome = tuple[Literal["scored"], float, dict[str, Any]] | tuple[Literal["raised", "no score"], str, str]
@@ -107,7 +107,7 @@ async def _awaited(awaitable: Any) -> Any:
 def _judged(returned: Any) -> Outcome:
     try:
         score, extra = as_score(returned)
-        return ("scored", score, {key: _plain(value) for key, value in extra.items()})
+        return ("scored", score, {key: value if key == STEP_REWARDS else _plain(value) for key, value in extra.items()})
     except TypeError as error:
         return ("no score", str(error), "")
     except ValueError as error:

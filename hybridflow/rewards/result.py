@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridflow.utils.errors import HybridFlowError
+
+OWN = "function"
+"""Component: the score of the reward function itself, where components are weighed."""
+STEP_REWARDS = "step_rewards"
+"""Entry of a reward function's dict: rewards of parts of the response, by where they end."""
 
 
 class RewardError(HybridFlowError, RuntimeError):
@@ -42,10 +47,30 @@ def with_model(result: Result, score: float) -> Result:
     return Result(score=result.score + score, info={**result.info, "reward_model": score})
 
 
+def with_own_score(result: Result) -> Result:
+    """``result`` with the score of its function noted as the component ``function``."""
+    return replace(result, info={**result.info, OWN: result.score}) if result.valid else result
+
+
+def weighed(result: Result, weights: Mapping[str, float]) -> Result:
+    """``result`` with the weighted sum of the named components as its score; invalid where one is no finite number."""
+    if not result.valid:
+        return result
+    terms = []
+    for name, weight in weights.items():
+        part = result.info.get(name)
+        if not isinstance(part, (int, float)) or not math.isfinite(part):
+            known = ", ".join(name for name, value in result.info.items() if isinstance(value, (int, float)))
+            return failed(f"no component {name!r} (reward.component_weights) among {known or 'no numbers'}")
+        terms.append(weight * part)
+    return replace(result, score=math.fsum(terms))
+
+
 def as_score(returned: Any) -> tuple[float, dict[str, Any]]:
     """Score and further entries of what a reward function returned: a number, or a dict with ``score``.
 
     A number is an int, float, bool, numpy scalar, or an array or tensor of one element. 0.0 is a score like any other.
+    ``step_rewards``, where there is one, becomes a tuple of (characters, reward) pairs.
 
     Raises:
         TypeError: anything else; says what came.
@@ -55,8 +80,20 @@ def as_score(returned: Any) -> tuple[float, dict[str, Any]]:
         if "score" not in returned:
             raise TypeError(f"a dict without 'score' (it has {', '.join(map(str, returned)) or 'nothing'})")
         extra = {str(key): _plain(value) for key, value in returned.items() if key != "score"}
+        if STEP_REWARDS in extra:
+            extra[STEP_REWARDS] = _steps(extra[STEP_REWARDS])
         return _number(returned["score"]), extra
     return _number(returned), {}
+
+
+def _steps(value: Any) -> tuple[tuple[int, float], ...]:
+    wanted = f"{STEP_REWARDS} {str(value)[:80]!r}, where a list of (characters, reward) pairs is expected"
+    if not isinstance(value, (list, tuple)) or any(not isinstance(p, (list, tuple)) or len(p) != 2 for p in value):
+        raise TypeError(wanted)
+    places = [_plain(place) for place, _ in value]
+    if any(not isinstance(place, numbers.Integral) for place in places):
+        raise TypeError(wanted)
+    return tuple((int(place), _number(reward)) for place, (_, reward) in zip(places, value, strict=True))
 
 
 def _number(value: Any) -> float:

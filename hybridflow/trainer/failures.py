@@ -17,6 +17,7 @@ _CAUSES = {
     "no answer": "late",
     "its process ended": "died",
     "the score": "not_finite",
+    "no component": "lacks_component",
 }
 """Beginning of a scorer's cause to name."""
 _RAISED = re.compile(r"raised (\w+)")
@@ -25,7 +26,7 @@ SHOWN = 3
 
 
 def failures(batch: Batch) -> Counter[str]:
-    """Invalid rows by cause: aborted, empty, late, died, not_finite, or the class of what was raised."""
+    """Invalid rows by cause: aborted, empty, or the scorer's: a name of ``_CAUSES`` or the class of what was raised."""
     found: Counter[str] = Counter()
     info, reasons = batch.objects("reward_info"), batch.objects("finish_reason")
     for row in (~batch["valid"]).nonzero().squeeze(1).tolist():

@@ -133,6 +133,7 @@ _FAILURES = _section(
     ("failed/late", "rows", "the reward function gave no answer within reward.timeout_s"),
     ("failed/died", "rows", "the process of the reward function ended in the call"),
     ("failed/not_finite", "rows", "the score was NaN or infinite"),
+    ("failed/lacks_component", "rows", "a component of reward.component_weights was missing or no number"),
     ("failed/*", "rows", "the reward function raised an exception of this class"),
 )
 _FILTER = _section(

@@ -15,7 +15,12 @@ VALIDATED = {"trainer.val_before_train": True, "trainer.save_freq": 1, "actor_ro
 JOBS = {
     "grpo": {**VALIDATED, "actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.entropy_coeff": 0.01},
     "ppo": GAE,
-    "dapo": {"algorithm.filter_groups.enable": True, "reward.overlong.enable": True, "reward.overlong.log": True},
+    "dapo": {
+        "algorithm.filter_groups.enable": True,
+        "reward.overlong.enable": True,
+        "reward.overlong.len": 2,
+        "reward.overlong.log": True,
+    },
     "corrected": {
         "algorithm.rollout_correction.rollout_is": "token",
         "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
@@ -29,7 +34,6 @@ JOBS = {
     "clip_cov": {"actor_rollout_ref.actor.policy_loss.loss_mode": "clip_cov"},
     "shaped": {
         "algorithm.reward_shaping.normalize": True,
-        "algorithm.adv_estimator": "gdpo",
         "algorithm.gdpo_reward_keys": ["exact", "short"],
         "reward.custom_reward_function.path": str(Path(__file__).parent / "reward_of_two_components.py"),
     },

@@ -53,6 +53,7 @@ def batch_of(work: Case, order: torch.Tensor | None = None) -> Batch:
             "ref_log_probs": work.ref_log_probs,
             "rollout_log_probs": work.rollout_log_probs,
             "values": work.values,
+            "token_scores": work.rewards,
             "baseline_score": torch.linspace(0, 1, 8, dtype=torch.float64),
             "baseline_length": torch.tensor([1, 2, 3, 4, 5, 6, 5, 4]),
         }

@@ -14,7 +14,6 @@ from hybridflow.algorithms.rewards import (
     reward_components,
     shape_scores,
     subtract_kl,
-    weighted_sum,
 )
 from hybridflow.config.algorithm import RewardShapingConfig
 from hybridflow.config.reward import OverlongConfig
@@ -161,11 +160,3 @@ def test_a_component_that_no_row_has_is_an_error_that_names_it() -> None:
         reward_components(reward_info=info, keys=("format", "style"), scored=torch.tensor([True, False]))
     nothing = reward_components(reward_info=info, keys=("style",), scored=torch.zeros(2).bool())
     assert nothing.isnan().all(), "rows that were not scored do not say what the function returns"
-
-
-def test_weighted_components_sum() -> None:
-    """H10: weights [.5, 2], components [1, 1] give 2.5."""
-    assert weighted_sum(components=torch.ones(1, 2).double(), weights=(0.5, 2.0)).tolist() == [2.5]
-    assert weighted_sum(components=torch.ones(1, 2).double()).tolist() == [2.0]
-    with pytest.raises(ValueError, match="1 weights for 2"):
-        weighted_sum(components=torch.ones(1, 2), weights=(1.0,))
