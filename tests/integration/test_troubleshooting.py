@@ -84,6 +84,14 @@ def deadline(folder: Path) -> str:
     return error_of(DeadlineError, SPECS, doze, deadlines={"doze": 0.5}, stack_folder=folder)
 
 
+def silence(folder: Path) -> str:
+    def stop(group: LocalGroup) -> None:
+        os.kill(group.call("echo", "whoami").wait()[1]["pid"], signal.SIGSTOP)
+        group.call("echo", "doze", seconds=0.0).wait()
+
+    return error_of(DeadlineError, SPECS, stop, silence_s=1.0)
+
+
 def death(folder: Path) -> str:
     def die(group: LocalGroup) -> None:
         pid = group.call("echo", "whoami").wait()[1]["pid"]
@@ -221,6 +229,7 @@ PRODUCERS: dict[str, Callable[[Path], str]] = {
     "missing": missing,
     "shape": shape,
     "deadline": deadline,
+    "silence": silence,
     "death": death,
     "replica": replica,
 }
