@@ -291,8 +291,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shared", help="with --cluster: folder that must be one on all nodes, for checkpoints")
     parser.add_argument("--timeout", type=float, default=60.0, help="with --cluster: seconds for each question")
     chosen = parser.parse_args(arguments)
+    if chosen.cluster and check_ray().status == "fail":
+        return examine((check_ray,))
     if chosen.cluster:
-        judge = load(CLUSTER)  # needs Ray, whose absence is one of this command's findings
+        judge = load(CLUSTER)  # needs Ray
         return judge(chosen.address, model=chosen.model, shared=chosen.shared, timeout_s=chosen.timeout)
     return examine((*CHECKS, *DEEP_CHECKS) if chosen.deep else CHECKS)
 

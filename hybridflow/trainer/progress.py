@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Column, Table
 
-from hybridflow.trainer.tracking import RunInfo
+from hybridflow.trainer.tracking import RunInfo, clean_name
 
 FIELDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("critic/score/mean", "reward/mean", "score/mean"), "{:.3f}"),
@@ -152,7 +152,7 @@ def final_lines(
             continue
         first = before.get(name)
         change = f"{last:.3f}" if first is None else f"{first:.3f} -> {last:.3f} ({last - first:+.3f})"
-        lines.append(f"{name.removeprefix(_VALIDATION)}: {change}")
+        lines.append(f"{clean_name(name.removeprefix(_VALIDATION))}: {change}")
     lines.append(f"outputs: {folder}")
     if try_next:
         lines.append("try next:")

@@ -17,6 +17,7 @@ import torch
 from hybridflow.algorithms.kl import KLController
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import gather
+from hybridflow.config.problems import did_you_mean
 from hybridflow.config.root import PPOConfig
 from hybridflow.dispatch.group import Fetched
 from hybridflow.roles.protocols import Observer, Roles
@@ -27,7 +28,7 @@ from hybridflow.trainer.metrics import batch_metrics, reward_parts
 from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.resume import plain_config, tell_changes, tell_versions, versions
 from hybridflow.trainer.saving import Saver
-from hybridflow.trainer.tracking import Tracker, clean_name
+from hybridflow.trainer.tracking import Tracker, clean_name, finite
 from hybridflow.trainer.validate import validate
 from hybridflow.trainer.warnings import TOKEN_MEANS, Alarms
 from hybridflow.utils.errors import ConfigError, MachineError, StateError
@@ -296,7 +297,16 @@ class Run:
             "config": plain_config(self.config),
             **{name: kept.state_dict() for name, kept in self._kept.items()},
         }
-        self._saver.save(step, state, score=_score(self._metrics, self.config.trainer.best_metric))
+        self._saver.save(step, state, score=self._score(step))
+
+    def _score(self, step: int) -> float | None:
+        """What ``trainer.best_metric`` names at this step; a name that no step can have is told."""
+        name = self.config.trainer.best_metric
+        score = _score(self._metrics, name)
+        if name is not None and score is None and self._validated_at == step:
+            close = did_you_mean(name.removeprefix("-"), list(self._metrics))
+            logger.warning("trainer.best_metric=%s is no metric of step %d, so none is the best. %s", name, step, close)
+        return score
 
     def _validate(self, step: int) -> None:
         if self._validated_at == step:
@@ -351,7 +361,7 @@ def _score(metrics: Mapping[str, float], name: str | None) -> float | None:
 
 def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, default=str) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(finite(row), default=str) + "\n" for row in rows))
 
 
 def _rollout_rows(batch: Batch) -> Iterator[dict[str, Any]]:

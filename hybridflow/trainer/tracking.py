@@ -287,7 +287,7 @@ class JsonlTracker:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes or completes the line of ``step``."""
         self._settle(step)
-        row = {"step": step, **{name: _json_value(value) for name, value in metrics.items()}}
+        row = {"step": step, **finite(metrics)}
         if self._last is not None and self._last[0] == step:
             offset, row = self._last[1], {**self._last[2], **row}
         else:
@@ -310,7 +310,7 @@ class JsonlTracker:
         self._settle(step)
         with open(self._samples, "a") as file:
             for sample in samples:
-                file.write(json.dumps({"step": step, **sample}, default=str) + "\n")
+                file.write(json.dumps(finite({"step": step, **sample}), default=str) + "\n")
 
     def finish(self) -> None:
         """Nothing to do: every line is already written."""
@@ -361,7 +361,12 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def _json_value(value: Value) -> Value | None:
+def finite(value: Any) -> Any:
+    """``value`` with None for every number that JSON has no word for: the score of a failed sample is NaN."""
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -73,13 +73,18 @@ def test_a_changed_key_is_named_when_the_run_goes_on(tmp_path, capfd):
     assert "trainer.log_val_generations" in told and "no effect on results" in told
 
 
-def test_the_last_step_is_trained_validated_and_saved_once_whatever_the_cadence(tmp_path):
+def test_the_last_step_is_trained_validated_and_saved_once_whatever_the_cadence(tmp_path, capfd):
     """Fault G07: five steps, two to a checkpoint, validation at the fifth; an epoch has three."""
     cadence = {"trainer.total_training_steps": 5, "trainer.save_freq": 2, "trainer.test_freq": 5}
-    rows = run_job(tmp_path, **RUN | cadence, **{"data.generated_size": 24})
+    misspelt = {"trainer.best_metric": "val-core/hybridflow/arithmetic/reward/maen@1"}
+    rows = run_job(tmp_path, **RUN | cadence | misspelt, **{"data.generated_size": 24})
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert steps_in(tmp_path) == [2, 4, 5]
     assert [row["step"] for row in rows if any(name.startswith("val-core/") for name in row)] == [5]
+    told = (
+        "maen@1 is no metric of step 5, so none is the best. Did you mean val-core/hybridflow/arithmetic/reward/mean@1"
+    )
+    assert told in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -83,6 +83,12 @@ def test_a_container_limit_counts_cached_files_as_free(tmp_path):
     assert doctor._cgroup_free_bytes(str(tmp_path)) == float("inf")
 
 
+def test_without_ray_a_cluster_is_not_asked_and_the_fix_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    assert doctor.main(["--cluster"]) == 1
+    assert "fail ray            not installed" in capsys.readouterr().out
+
+
 def test_without_torch_the_doctor_still_answers_and_fails():
     code = "import sys; sys.modules['torch'] = None; from hybridflow.cli.doctor import main; sys.exit(main([]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -79,8 +79,8 @@ def test_the_final_lines_say_from_what_to_what_and_where():
         try_next=["python -m hybridflow.main_ppo --dry-run"],
     )
     assert found == [
-        "a/reward/mean@1: 0.250 -> 0.550 (+0.300)",
-        "a/greedy/mean@1: 0.900",
+        "a/reward/mean_at_1: 0.250 -> 0.550 (+0.300)",
+        "a/greedy/mean_at_1: 0.900",
         "outputs: outputs/x",
         "try next:",
         "  python -m hybridflow.main_ppo --dry-run",

@@ -57,6 +57,15 @@ def test_the_registry_is_what_the_config_allows():
     assert tuple(TRACKERS) == CHOICES
 
 
+def test_samples_are_json_whatever_their_scores(tmp_path):
+    tracker = JsonlTracker(RunInfo(project="p", experiment="e", folder=tmp_path, config={}, total_steps=1))
+    tracker.log_samples(1, [{"score": math.nan, "info": {"parts": [1.0, math.inf]}, "ground_truth": "2"}])
+    text = (tmp_path / "samples.jsonl").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "step": 1, "score": None, "info": {"parts": [1.0, None]}, "ground_truth": "2"
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("given", "cleaned"),
     [
