@@ -126,9 +126,9 @@ class ActorLoss:
         losses = torch.where(kept, losses, 0.0)
         metrics = {"rollout_corr/rollout_rs_masked_fraction": Metric(_sum(~kept, mask), tokens)}
         if self._name == "reinforce" and bypass.rollout_is is not None:
-            weights = importance_weights(log_ratio=difference, mask=mask, config=bypass)
+            weights = importance_weights(log_ratio=difference, mask=mask, config=bypass, kept=kept)
             losses = losses * weights
-            metrics["rollout_corr/rollout_is_mean"] = Metric(_sum(weights, mask), tokens)
+            metrics["rollout_corr/rollout_is_mean"] = Metric(_sum(weights, kept), kept.sum())
         return losses, metrics
 
     def _kl(self, outputs: Outputs, rows: Batch, difference: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class RolloutCorrectionConfig(Section):
     """Rejection by these bounds (``level_statistic``, with commas between); None: none."""
     rollout_rs_threshold: str | float | None = None
     """Band of the rejection: ``"low_high"`` or one number."""
-    rollout_token_veto_threshold: PositiveFloat | None = None
+    rollout_token_veto_threshold: Annotated[float, Within(above=0, below=1)] | None = None
     """A row with a token weight below this is rejected."""
     bypass_mode: bool = False
     """Whether the sampler's log-probs stand in for old log-probs (no recomputation)."""

@@ -279,6 +279,20 @@ def test_bypass_with_reinforce_weighs_by_current_over_sampler() -> None:
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(weight[work.mask].mean().item())
 
 
+def test_the_mean_weight_of_bypass_is_that_of_the_tokens_that_are_left() -> None:
+    """As where old log-probs are recomputed: rejected tokens are in no mean."""
+    work = case()
+    rule = correction(
+        bypass_mode=True, loss_type="reinforce", rollout_is="token", rollout_rs="token", rollout_rs_threshold=1.2
+    )
+    _, gradient, metrics = run(ActorLoss(actor(), max_response_length=6, correction=rule), work)
+    ratio = (work.log_probs - work.old_log_probs).exp()
+    left = work.mask & (ratio <= 1.2) & (ratio >= 1 / 1.2)
+    assert left.any() and not torch.equal(left, work.mask)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(ratio[left].mean().item())
+    torch.testing.assert_close(gradient, torch.where(left, -work.advantages * ratio, 0.0) / work.mask.sum())
+
+
 def test_bypass_with_clipping_uses_no_weights_and_drops_rejected_tokens() -> None:
     work = case()
     rule = correction(bypass_mode=True, rollout_is="token", rollout_rs="token", rollout_rs_threshold=1.2)

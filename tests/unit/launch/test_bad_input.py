@@ -98,6 +98,8 @@ BAD = [
      "algorithm.use_kl_in_reward=True", f"Use {ACTOR}.use_kl_loss=True."),
     (["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]", "algorithm.reward_shaping.length_penalty=1"],
      "algorithm.reward_shaping.length_penalty=1.0", "reads components of the reward"),
+    (["algorithm.rollout_correction.rollout_token_veto_threshold=1.5"],
+     "algorithm.rollout_correction.rollout_token_veto_threshold=1.5", "above 0 and below 1"),
     (["reward.overlong.enable=True"], "reward.overlong.len=0", "the penalty grows"),
     (["reward.overlong.enable=True", "reward.overlong.len=4096"], "reward.overlong.len=4096", "before the limit of"),
     (["algorithm.safe_rlhf.enable=True", "algorithm.safe_rlhf.multiplier_init=0"],
