@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hybridflow.config.algorithm_checks import ACTOR, REF, correction, exact_kl, shaping
 from hybridflow.config.data import BUILTIN_TASK
+from hybridflow.config.engine_checks import engines, optimizers
 from hybridflow.config.problems import Problem, show
 
 if TYPE_CHECKING:
@@ -63,31 +64,8 @@ def across(config: PPOConfig) -> Iterator[Problem]:
     yield from _pipeline_schedules(config)
     yield from _lengths(config)
     yield from _schedule(config)
-    yield from _not_yet(config)
-
-
-def _not_yet(config: PPOConfig) -> Iterator[Problem]:
-    """What engines (engines/train/parallelize.py: refuse_unsupported) and workers lack today, said early."""
-    policy = config.actor_rollout_ref
-    scorer = config.reward.reward_model
-    shardings = [(f"{ACTOR}.fsdp_config", policy.actor.fsdp_config)]
-    shardings += [(f"{REF}.fsdp_config", policy.ref.fsdp_config)] if config.needs_reference else []
-    shardings += [("critic.fsdp", config.critic.fsdp)] if config.needs_critic else []
-    shardings += [(f"{RM}.fsdp_config", scorer.fsdp_config)] if scorer.enable else []
-    for at, sharding in shardings:
-        dtype = sharding.mixed_precision.param_dtype
-        if dtype in ("fp16", "float16"):
-            key, text = f"{at}.mixed_precision.param_dtype", "needs loss scaling, which is not supported"
-            yield Problem(key=key, given=dtype, text=text, fix="Use bf16.")
-    models = [("actor_rollout_ref.model", policy.model, ACTOR, policy.actor.tensor_parallel_size)]
-    if config.needs_critic:
-        models.append(("critic.model", config.critic.model, "critic", config.critic.tensor_parallel_size))
-    if scorer.enable:
-        models.append((f"{RM}.model", scorer.model, RM, scorer.tensor_parallel_size))
-    for at, model, role, tp in models:
-        if model.use_liger and tp > 1:
-            text, reads = f"liger's kernels take no weights cut over {tp} ranks", (f"{role}.tensor_parallel_size",)
-            yield Problem(key=f"{at}.use_liger", given="True", text=text, fix="Remove the key.", reads=reads)
+    yield from engines(config)
+    yield from optimizers(config)
 
 
 def divisor_near(number: int, wanted: int) -> int:
@@ -464,11 +442,11 @@ def _schedule(config: PPOConfig) -> Iterator[Problem]:
         given = show(trainer.critic_warmup)
         keys = ("algorithm.adv_estimator", "critic.enable")
         yield Problem(key="trainer.critic_warmup", given=given, text=text, fix=fix, reads=keys)
-    optimizers = [(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, config.actor_rollout_ref.actor.ppo_epochs,
+    rates = [(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, config.actor_rollout_ref.actor.ppo_epochs,
                    config.actor_rollout_ref.actor.ppo_mini_batch_size)]  # fmt: skip
     if config.needs_critic:
-        optimizers.append(("critic.optim", config.critic.optim, config.critic_epochs, config.critic_mini_batch_size))
-    for at, optim, epochs, mini in optimizers:
+        rates.append(("critic.optim", config.critic.optim, config.critic_epochs, config.critic_mini_batch_size))
+    for at, optim, epochs, mini in rates:
         if steps is None:
             continue
         per_step = 1 if optim.schedule_unit == "trainer_step" else epochs * max(1, data.train_batch_size // mini)

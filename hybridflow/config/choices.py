@@ -69,6 +69,7 @@ SCHEDULE_UNITS = ("trainer_step", "optimizer_step")
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 OPTIMIZERS = ("AdamW", "Muon")
+CHECKPOINTING_MODES = ("full", "selective")
 PARALLEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that the training engine can cut over tp, sp and pp; data parallelism takes any."""
 ROLLOUT_MODES = ("sync", "async")

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from hybridflow.config.choices import LOADED_CONTENTS, LR_SCHEDULES, OPTIMIZERS, SAVED_CONTENTS, SCHEDULE_UNITS
+from hybridflow.config.choices import (
+    CHECKPOINTING_MODES,
+    LOADED_CONTENTS,
+    LR_SCHEDULES,
+    OPTIMIZERS,
+    SAVED_CONTENTS,
+    SCHEDULE_UNITS,
+)
 from hybridflow.config.constraints import (
     CountOrAll,
     DType,
@@ -39,6 +46,8 @@ class ModelConfig(Section):
     """Kept for existing scripts: rows are always packed."""
     enable_gradient_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass."""
+    gradient_checkpointing_mode: Annotated[str, OneOf(CHECKPOINTING_MODES)] = "full"
+    """What is recomputed then: whole layers (full), or all but matrix products and attention (selective)."""
     enable_activation_offload: bool = False
     """Whether saved activations wait in host memory."""
     lora_rank: NonNegativeInt = 0

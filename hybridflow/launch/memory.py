@@ -10,10 +10,11 @@ Parameters, gradients and optimizer states are exact for AdamW. A call's own mem
     generate   one step of the engine: its tokens through a layer, the logits of all sequences
     publish    two buckets
 
-Lengths are the longest that the configuration allows. Rows that share a prompt bring it once; on a CPU and on a GPU
-alike attention copies the prompt's keys and values before those of each branch. On a GPU what a role keeps in host
-memory while it is idle (``param_offload``, ``optimizer_offload``) counts in its calls only, and what is kept there at
-all times (``offload_policy``, saved activations) not at all. On a CPU device and host are one memory.
+Of the stages of a pipeline the one is meant whose device holds most. Lengths are the longest that the configuration
+allows. Rows that share a prompt bring it once; on a CPU and on a GPU alike attention copies the prompt's keys and
+values before those of each branch. On a GPU what a role keeps in host memory while it is idle (``param_offload``,
+``optimizer_offload``) counts in its calls only, and what is kept there at all times (``offload_policy``, saved
+activations) not at all. On a CPU device and host are one memory.
 """
 
 from __future__ import annotations
@@ -54,21 +55,28 @@ def estimate(
     """One line per role that holds tensors."""
     policy = config.actor_rollout_ref
     sections: dict[str, tuple[ModelConfig, FSDPConfig]] = {
-        "actor": (policy.model, policy.actor.fsdp_config),
-        "reference": (policy.model, policy.ref.fsdp_config),
-        "critic": (config.critic.model, config.critic.fsdp),
-        "cost_critic": (config.critic.model, config.critic.fsdp),
-        "reward_model": (config.reward.reward_model.model, config.reward.reward_model.fsdp_config),
+        "actor": (policy.model, policy.actor.sharding),
+        "reference": (policy.model, policy.ref.sharding),
+        "critic": (config.critic.model, config.critic.sharding),
+        "cost_critic": (config.critic.model, config.critic.sharding),
+        "reward_model": (config.reward.reward_model.model, config.reward.reward_model.sharding),
     }
     calls = {role.role: [micro for micro in batch.micro if micro.role == role.role] for role in roles}
     trained = {
-        role.role: _Trained(
-            role,
-            *sections[role.role],
-            batch=batch,
-            model=_facts(sections[role.role][0], model),
-            config=config,
-            device=device,
+        role.role: _fullest(
+            [
+                _Trained(
+                    role,
+                    *sections[role.role],
+                    stage=stage,
+                    batch=batch,
+                    model=_facts(sections[role.role][0], model),
+                    config=config,
+                    device=device,
+                )
+                for stage in range(role.dims.pp)
+            ],
+            calls[role.role],
         )
         for role in roles
         if role.role in sections and calls[role.role]
@@ -99,8 +107,13 @@ def _reads_the_actor(config: PPOConfig, role: RolePlan, roles: tuple[RolePlan, .
     return any(other.role == "actor" and (other.pool, other.dims) == (role.pool, role.dims) for other in roles)
 
 
+def _fullest(stages: list[_Trained], calls: list[MicroPlan]) -> _Trained:
+    """The pipeline stage whose device holds most at its worst moment."""
+    return max(stages, key=lambda stage: stage.most(calls))
+
+
 class _Trained:
-    """The memory of a role that runs on the training engine."""
+    """The memory of a role that runs on the training engine, on a device of pipeline stage ``stage``."""
 
     def __init__(
         self,
@@ -108,6 +121,7 @@ class _Trained:
         settings: ModelConfig,
         sharding: FSDPConfig,
         *,
+        stage: int,
         batch: BatchPlan,
         model: ModelFacts,
         config: PPOConfig,
@@ -118,33 +132,45 @@ class _Trained:
         self._batch = batch
         self._model = model
         self._together = batch.samples_per_prompt if config.shares_prompts(role.role) else 1
-        self._checkpointing = settings.enable_gradient_checkpointing
+        self._checkpointing = settings.gradient_checkpointing_mode if settings.enable_gradient_checkpointing else None
         host = device == "cuda"
         self._parks_activations = host and settings.enable_activation_offload
         self._lives_on_host = host and sharding.offload_policy
         moved = {"parameters": sharding.param_offload, "optimizer": sharding.optimizer_offload}
         self._moves = frozenset(what for what, moves in moved.items() if host and moves)
-        self._reshards = sharding.reshard_after_forward
         sections = {"actor": config.actor_rollout_ref.actor, "critic": config.critic, "cost_critic": config.critic}
         self._schedule = sections[role.role].pipeline_schedule if role.role in sections else "1f1b"
         self._entropy = role.role == "actor" and config.actor_rollout_ref.actor.entropy_coeff != 0
         self._master = _BYTES[sharding.model_dtype]
         self._compute = _BYTES[sharding.mixed_precision.param_dtype]
         self._reads_words = not role.role.endswith("critic") and role.role != "reward_model"
-        self._cut = dims.tp * dims.pp
-        self._split = dims.dp_shard * dims.sp * self._cut
-        self._fsdp = self._split > self._cut or self._compute != self._master or self._lives_on_host
-        self._embedding = model.vocabulary * model.hidden // dims.tp
-        self._sizes = model.parameters
-        if not self._reads_words and not model.tied:
-            self._sizes -= model.vocabulary * model.hidden  # a value head in the place of the output layer
-        self._parameters = self._sizes * self._master // self._split
-        adapters = _adapters(model, settings.lora_rank)
-        self._gradients = adapters * self._master // self._split if settings.lora_rank else self._parameters
-        self._full_gradients = (adapters or self._sizes) * _REDUCED // self._cut
+        shards = dims.dp_shard * dims.sp
+        # As engines/train: on one shard there is nothing to give back, under a pipeline nothing is.
+        self._reshards = sharding.reshard_after_forward and shards > 1 and dims.pp == 1
+        self._fsdp = shards * dims.dp_replicate > 1 or self._compute != self._master or self._lives_on_host
+        self._stage = stage
+        self._last = stage == dims.pp - 1
+        self._layers = (stage + 1) * model.layers // dims.pp - stage * model.layers // dims.pp
+        # Tables of vocabulary x hidden: the embedding, and the output layer, where that is not the embedding itself.
+        self._has_head = self._last and self._reads_words
+        self._tables = (stage == 0) + (self._has_head and (dims.pp > 1 or not model.tied))
+        self._embedding = model.vocabulary * model.hidden // dims.tp if self._tables else 0
+        outside = model.vocabulary * model.hidden * (1 if model.tied else 2)
+        self._sizes = (model.parameters - outside) * self._layers // model.layers
+        self._sizes += self._tables * model.vocabulary * model.hidden
+        self._parameters = self._sizes * self._master // (shards * dims.tp)
+        adapters = _adapters(model, settings.lora_rank) * self._layers // model.layers
+        self._gradients = adapters * self._master // (shards * dims.tp) if settings.lora_rank else self._parameters
+        self._full_gradients = (adapters or self._sizes) * _REDUCED // dims.tp
         self._trains_embedding = not settings.lora_rank
         merges = bool(settings.lora_rank) and settings.lora_merge
-        self._merged = _adapted(model) * self._master // self._split if merges else 0
+        adapted = _adapted(model) * self._layers // model.layers
+        self._merged = adapted * self._master // (shards * dims.tp) if merges else 0
+
+    def most(self, calls: list[MicroPlan]) -> int:
+        """Bytes at the worst moment of ``calls``."""
+        line = self.line(calls)
+        return sum(line.resident.values()) + sum(line.peak.values())
 
     def line(self, calls: list[MicroPlan]) -> MemoryLine:
         """What it holds, and what each of ``calls`` adds."""
@@ -173,40 +199,63 @@ class _Trained:
         around = 4 * model.hidden + 2 * model.head_dim
         attention = tokens * (4 * heads + 2 * kv) + copied * 2 * kv
         at_work = (tokens * around + max(tokens * 3 * model.intermediate // tp, attention)) * self._compute
-        hidden = (tokens + read) * model.hidden * self._compute
+        hidden = (tokens + read * self._last) * model.hidden * self._compute
         logits = 2 * self._block(read)
-        gathered = {"gathered layers": self._gathered(backward=False)} if self._fsdp else {}
+        gathered = {"gathered layers": self._gathered()} if self._fsdp else {}
         if hidden + logits > at_work:
             return gathered | {"activations": hidden, "logits": logits}
         return gathered | {"activations": at_work}
 
     def _update(self, call: MicroPlan) -> Mapping[str, int]:
         tokens, read, copied = self._tokens(call)
-        layers, model = max(1, self._model.layers // self._role.dims.pp), self._model
+        model, in_flight = self._model, self._in_flight(call)
         kv = model.kv_heads * model.head_dim // self._role.dims.tp
         of_layer = tokens * self._kept_of_layer() + copied * 2 * kv * self._compute
-        inputs = tokens * model.hidden * self._compute
-        kept = layers * (inputs if self._checkpointing else of_layer) * self._in_flight(call)
+        states = tokens * model.hidden * self._compute
+        kept = self._layers * (tokens * self._kept_by_checkpoint() if self._checkpointing else of_layer) * in_flight
         kept = 0 if self._parks_activations else kept + (of_layer if self._checkpointing else 0)
-        kept += (3 * tokens + 2 * read) * model.hidden * self._compute
+        if self._last:
+            kept += in_flight * (3 * states + 2 * read * model.hidden * self._compute)
+        else:  # what came in and what went out, of every micro-batch whose backward is to come
+            kept += in_flight * 2 * states
+        kept += self._messages(call) * states
         several = self._largest(call)[0] < call.rows_per_coordinate
         # Summed in float32 where logits are computed again block by block.
         again = read * model.vocabulary * 4 // self._role.dims.tp > LOGITS_KEPT_BYTES
-        head = self._embedding * (4 if again else self._compute) if self._reads_words and self._trains_embedding else 0
-        gathered = {"gathered layers": self._gathered(backward=True)} if self._fsdp else {}
+        head = self._embedding * (4 if again else self._compute) if self._has_head and self._trains_embedding else 0
+        gathered = {"gathered layers": self._gathered()} if self._fsdp else {}
         own = 0 if self._lives_on_host else self._gradients
         before = (self._full_gradients if self._fsdp else own) if several else 0
         at_head = {"activations": kept, "logits": self._logits(read), "head gradient": head, "gradients": before}
         # The embedding's gradient is added to what the head or an earlier micro-batch has left.
-        added = self._embedding * self._master if self._trains_embedding and (head or several) else 0
+        embeds = self._stage == 0 and self._trains_embedding
+        added = self._embedding * self._master if embeds and (head or several) else 0
         unreduced = self._unreduced(several) if self._fsdp else 0
         at_end = {"activations": of_layer, "embedding gradient": added, "gradients": own + unreduced}
         return gathered | max(at_head, at_end, key=lambda parts: sum(parts.values()))
 
     def _in_flight(self, call: MicroPlan) -> int:
-        """Micro-batches of which the first stage holds activations at once."""
-        count = -(-call.rows_per_coordinate // self._largest(call)[0])
-        return count if self._schedule == "torch_gpipe" else min(count, self._role.dims.pp)
+        """Micro-batches of which this stage holds activations at once."""
+        count = self._micro_batches(call)
+        return count if self._schedule == "torch_gpipe" else min(count, self._role.dims.pp - self._stage)
+
+    def _micro_batches(self, call: MicroPlan) -> int:
+        return -(-call.rows_per_coordinate // self._largest(call)[0])
+
+    def _messages(self, call: MicroPlan) -> int:
+        """Hidden states for which torch's schedules make room in advance: all that this stage receives."""
+        if self._schedule == "1f1b":
+            return 0
+        return self._micro_batches(call) * ((self._stage > 0) + (not self._last))
+
+    def _kept_by_checkpoint(self) -> int:
+        """Bytes per token that a checkpointed layer keeps for its recomputation."""
+        model, tp = self._model, self._role.dims.tp
+        if self._checkpointing == "full":
+            return model.hidden * self._compute
+        heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        cut = (2 * heads + 2 * kv + 2 * model.intermediate) * self._compute + 4 * model.heads
+        return 3 * model.hidden * self._compute + cut // tp
 
     def _kept_of_layer(self) -> int:
         """Bytes per token that autograd keeps of one layer."""
@@ -221,7 +270,7 @@ class _Trained:
 
     def _logits(self, read: int) -> int:
         """Worst moment of log-probs with a gradient: log p, its gradient, and with entropy a share of it."""
-        if not self._reads_words:
+        if not self._has_head:
             return 0
         copies = 3 if self._entropy else 2
         whole = read * self._model.vocabulary * 4 // self._role.dims.tp
@@ -230,7 +279,7 @@ class _Trained:
         return copies * (whole if whole <= LOGITS_KEPT_BYTES else min(whole, BACKWARD_BLOCKS * LOGITS_BLOCK_BYTES))
 
     def _block(self, read: int) -> int:
-        if not self._reads_words:
+        if not self._has_head:
             return 0
         whole = read * self._model.vocabulary * 4 // self._role.dims.tp
         return whole if self._words_are_few else min(whole, LOGITS_BLOCK_BYTES)
@@ -239,13 +288,12 @@ class _Trained:
     def _words_are_few(self) -> bool:
         return self._role.dims.tp == 1 and self._model.vocabulary <= SMALL_VOCABULARY
 
-    def _gathered(self, *, backward: bool) -> int:
+    def _gathered(self) -> int:
         """What FSDP has gathered at once: the root (embedding and head), and the layer at work with the next one."""
-        whole = self._sizes * self._compute // self._cut
-        if not self._reshards and backward:
+        whole = self._sizes * self._compute // self._role.dims.tp
+        if not self._reshards:
             return whole
-        root = self._embedding * (1 if self._model.tied or not self._reads_words else 2)
-        return min(whole, root * self._compute + 2 * self._layer() * self._compute)
+        return min(whole, (self._tables * self._embedding + 2 * self._layer()) * self._compute)
 
     def _unreduced(self, several: bool) -> int:
         """Gradients that FSDP has not reduced yet at the end of the last backward."""

@@ -8,8 +8,8 @@ predicts a return of 0 everywhere and the first advantages are the plain Monte-C
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -130,14 +130,26 @@ class PackedModel(nn.Module):
 
     def reading(self, packed: Packed) -> Reading:
         """What ``full_kl`` needs of this model where it is the reference. Collective, as a forward is."""
+        with self.evaluating():
+            found = self(packed, HIDDEN, 1.0)
+        return self.reading_of(found["hidden"])
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Without gradient, as in evaluation; a model that trains goes on to train, whatever happens inside."""
         trains = self.training
         self.eval()
-        with torch.no_grad():
-            found = self(packed, HIDDEN, 1.0)
-        self.train(trains)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.train(trains)
+
+    def reading_of(self, hidden: Tensor) -> Reading:
+        """``reading`` where the states ``[n, D]`` are known already: of the last pipeline stage."""
         output = self.output_layer()
         assert output is not None
-        return Reading(found["hidden"], _plain(output.weight), None if output.bias is None else _plain(output.bias))
+        return Reading(hidden, _plain(output.weight), None if output.bias is None else _plain(output.bias))
 
     def _own_tokens(self, packed: Packed) -> slice:
         if self.sequence_group is None:

@@ -54,6 +54,7 @@ ROUNDING = (
     "*_parallel_size",
     "*.pipeline_schedule",
     "*.enable_gradient_checkpointing",
+    "*.gradient_checkpointing_mode",
     "*.use_prefix_grouper",
     "*.use_liger",
     "actor_rollout_ref.rollout.name",

@@ -35,6 +35,8 @@ def room_makers(phase: str, config: PPOConfig, critic: bool) -> Sequence[str]:
     found = []
     if phase.startswith("update") and not model.enable_gradient_checkpointing:
         found.append(f"{model_at}.enable_gradient_checkpointing=True recomputes activations instead of keeping them")
+    elif phase.startswith("update") and model.gradient_checkpointing_mode == "selective":
+        found.append(f"{model_at}.gradient_checkpointing_mode=full keeps nothing of a layer but its input")
     if section.ulysses_sequence_parallel_size == 1:
         found.append(f"{at}.ulysses_sequence_parallel_size=2 spreads the tokens of a row over two devices")
     if not section.sharding.optimizer_offload:

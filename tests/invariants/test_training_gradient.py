@@ -28,6 +28,7 @@ TP2, DP2_TP2, SP2_TP2 = ParallelDims(tp=2), ParallelDims(dp_shard=2, tp=2), Para
 PP2, PP2_DP2 = ParallelDims(pp=2), ParallelDims(pp=2, dp_shard=2)
 PP2_TP2, PP2_SP2 = ParallelDims(pp=2, tp=2), ParallelDims(pp=2, sp=2)
 CHECKPOINTED = {"enable_gradient_checkpointing": True}
+SELECTIVE = {**CHECKPOINTED, "gradient_checkpointing_mode": "selective"}
 TORCH_1F1B, GPIPE = {"pipeline_schedule": "torch_1f1b"}, {"pipeline_schedule": "torch_gpipe"}
 
 CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
@@ -35,6 +36,19 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "qwen3 untied, one process, row by row": ("qwen3", False, {"micro": ONE_BY_ONE}),
     "llama tied, one process, checkpointed": ("llama", True, {"model": CHECKPOINTED}),
     "llama untied critic, one process": ("llama", False, {"head": "value"}),
+    "qwen3 tied, one process, selectively checkpointed": ("qwen3", True, {"model": SELECTIVE}),
+    "qwen3 experts untied, dp 2, selectively checkpointed": ("qwen3_moe", False, {"dims": DP2, "model": SELECTIVE}),
+    "llama tied, dp 2 x tp 2, selectively checkpointed": ("llama", True, {"dims": DP2_TP2, "model": SELECTIVE}),
+    "qwen3 untied critic, sp 2, selectively checkpointed": (
+        "qwen3",
+        False,
+        {"dims": SP2, "head": "value", "model": SELECTIVE},
+    ),
+    "qwen2 tied, pp 2, torch's 1F1B, selectively checkpointed": (
+        "qwen2",
+        True,
+        {"dims": PP2, "model": SELECTIVE, "engine": TORCH_1F1B},
+    ),
     "qwen2 tied, dp 2": ("qwen2", True, {"dims": DP2}),
     "qwen3 tied, dp 2, one micro-batch": ("qwen3", True, {"dims": DP2, "micro": ALL}),
     "llama untied, dp 2, checkpointed": ("llama", False, {"dims": DP2, "model": CHECKPOINTED}),

@@ -156,14 +156,13 @@ class FSDPEngine:
         ``reference`` is another engine in this process, or with LoRA this one: its base without adapters.
 
         Raises:
-            ConfigError: when the two do not hold the same tokens and slices of the vocabulary, or under a pipeline.
+            ConfigError: when the two do not hold the same tokens, layers and slices of the vocabulary.
         """
         ours, theirs = self.dims, reference.dims
-        if self._pipeline is not None or (ours.tp, ours.sp, ours.pp) != (theirs.tp, theirs.sp, theirs.pp):
+        if (ours.tp, ours.sp, ours.pp) != (theirs.tp, theirs.sp, theirs.pp):
             raise ConfigError(
-                "the exact KL needs both models on the same ranks, cut in the same way and not into pipeline stages: "
-                f"the policy has tp {ours.tp} x sp {ours.sp} x pp {ours.pp}, the reference tp {theirs.tp} x sp "
-                f"{theirs.sp} x pp {theirs.pp}"
+                f"the exact KL needs both models on the same ranks, cut in the same way: the policy has tp {ours.tp} x "
+                f"sp {ours.sp} x pp {ours.pp}, the reference tp {theirs.tp} x sp {theirs.sp} x pp {theirs.pp}"
             )
         self._passes.compare_with(reference._passes)
 

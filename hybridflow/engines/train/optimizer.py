@@ -34,19 +34,23 @@ def build_optimizer(
         others = [parameter for name, parameter in trained.items() if name not in matrices]
         return MuonWithAdamW(matrices, _groups(others, optim.weight_decay), optim)
     groups = _groups(trained.values(), optim.weight_decay)
-    extra = dict(optim.override_optimizer_config)
+    arguments: dict[str, Any] = {"lr": optim.lr, **optim.override_optimizer_config}
+    cls = torch.optim.AdamW
     if optim.optimizer == "AdamW":
-        arguments = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps, "fused": True, **extra}
-        return torch.optim.AdamW(groups, **arguments)
-    if "." not in optim.optimizer and ":" not in optim.optimizer:
+        arguments = {"betas": tuple(optim.betas), "eps": optim.eps, "fused": True, **arguments}
+    elif "." in optim.optimizer or ":" in optim.optimizer:
+        cls = optional.load(optim.optimizer)
+    else:
         raise ConfigError(
             f"optim.optimizer={optim.optimizer!r}: use AdamW, Muon, or the dotted path of an optimizer class"
         )
-    cls = optional.load(optim.optimizer)
     try:
-        return cls(groups, lr=optim.lr, **extra)
-    except TypeError as error:
+        built = cls(groups, **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optim.override_optimizer_config does not fit {optim.optimizer}: {error}") from error
+    if optim.weight_decay and "weight_decay" not in built.defaults:
+        raise ConfigError(f"optim.weight_decay={optim.weight_decay}: {optim.optimizer} decays no weights: use 0")
+    return built
 
 
 def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from transformers import PreTrainedModel
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.engines.train.mesh import Meshes
 from hybridflow.engines.train.pipeline import cut_stage
+from hybridflow.engines.train.recompute import checkpoint_layers
 from hybridflow.engines.train.tensor_parallel import check_heads, tensor_parallel
 from hybridflow.models.attention import attend_outside_graphs
 from hybridflow.models.heads import PackedModel, ValueModel
@@ -41,6 +41,12 @@ def refuse_unsupported(
     if compiles and not device.startswith("cuda"):
         # A process that also runs vLLM on a CPU has dynamo switched off: the key would silently do nothing there.
         raise ConfigError(f"use_torch_compile works on GPUs, and this is {device}: use use_torch_compile=False")
+    if compiles and model.enable_gradient_checkpointing and model.gradient_checkpointing_mode == "selective":
+        # The policy is a dispatch mode, and compiled code does not run under one.
+        raise ConfigError(
+            "model.gradient_checkpointing_mode=selective decides operation by operation, and use_torch_compile leaves "
+            "none to be seen: use full, or use_torch_compile=False"
+        )
     if dtype_of(sharding.mixed_precision.param_dtype) == torch.float16:
         raise ConfigError("mixed_precision.param_dtype=fp16 needs loss scaling, which is not supported: use bf16")
     if model.use_liger and not device.startswith("cuda"):
@@ -76,9 +82,7 @@ def parallelize(
         tensor_parallel(model, meshes.tp)
     model.sequence_group = meshes.sp
     if config.enable_gradient_checkpointing:
-        body = model.net.base_model
-        assert isinstance(body, PreTrainedModel)
-        body.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model.net.base_model, config)
     if compile_layers:
         compile_blocks(model)
     if meshes.fsdp is not None:

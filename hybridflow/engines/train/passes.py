@@ -9,6 +9,7 @@ play again (shortage.py; not under torch's pipeline schedules). What becomes of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -24,6 +25,7 @@ from hybridflow.engines.train.assembly import LORA, Assembled
 from hybridflow.engines.train.base import MicroBatching
 from hybridflow.engines.train.shortage import Attempt, Budgets, Shortage, give_up
 from hybridflow.models.full_kl import Reading
+from hybridflow.models.heads import HIDDEN
 from hybridflow.models.packing import Packed, pack, prompt_groups
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils import optional
@@ -143,7 +145,8 @@ class Passes:
 
         with torch.no_grad():
             if self._pipeline is not None:
-                infer = partial(self._pipeline.infer, packs, needs, temperature)
+                readings = self._read_ahead(attempt, parts, packs, needs)
+                infer = partial(self._pipeline.infer, packs, needs, temperature, readings=readings)
 
                 def keep_all() -> None:
                     for part, packed, read in zip(parts, packs, infer(), strict=True):
@@ -183,10 +186,16 @@ class Passes:
             return self._scaled_loss(blocks[number], outputs, loss, counts, sums)
 
         if self._torch_schedule is not None:
-            self._torch_schedule.train(packs, loss.needs, temperature, loss_of, self._reduce_with_backward)
+            tokens = self._torch_schedule.tokens(packs)
+            padded = [packed.padded(tokens) for packed in packs]
+            readings = self._read_ahead(attempt, parts, padded, loss.needs)
+            self._torch_schedule.train(
+                packs, loss.needs, temperature, loss_of, self._reduce_with_backward, readings=readings
+            )
             return packs
         if self._pipeline is not None:
-            train = partial(self._pipeline.train, packs, loss.needs, temperature)
+            readings = self._read_ahead(attempt, parts, packs, loss.needs)
+            train = partial(self._pipeline.train, packs, loss.needs, temperature, readings=readings)
             attempt.run(
                 lambda: train(loss_of, self._reduce_with_backward),
                 lambda: train(lambda _, read: _void_loss(read), self._reduce_with_backward, again=True),
@@ -228,17 +237,42 @@ class Passes:
     def _read(self, packed: Packed, needs: frozenset[str], temperature: float) -> Mapping[str, Tensor]:
         if "full_kl" not in needs:
             return self._model(packed, needs, temperature)
+        reference = self._compared()
+        with reference._as_reference():
+            reading = reference._model.reading(packed)
+        return self._model(packed, needs, temperature, reference=reading)
+
+    def _read_ahead(
+        self, attempt: Attempt, parts: Sequence[Sequence[int]], packs: Sequence[Packed], needs: frozenset[str]
+    ) -> list[Reading | None]:
+        """Under a pipeline the reference runs through all micro-batches before the policy does: its readings.
+
+        Empty where nothing is compared; None on all stages but the last.
+        """
+        if "full_kl" not in needs:
+            return []
+        reference, found = self._compared(), []
+        attempt.run(
+            lambda: found.extend(reference._readings(packs)),
+            lambda: found.extend(reference._readings(packs, again=True)),
+            **_largest(parts, packs),
+        )
+        return found
+
+    def _readings(self, packs: Sequence[Packed], *, again: bool = False) -> list[Reading | None]:
+        assert self._pipeline is not None
+        with self._as_reference(), self._model.evaluating():
+            read = list(self._pipeline.infer(packs, HIDDEN, 1.0, again=again))
+        return [None if states is None else self._model.reading_of(states["hidden"]) for states in read]
+
+    def _compared(self) -> Passes:
         if self._reference is None:
             raise EngineError("full_kl was asked for before compare_with named the reference")
-        reference = self._reference._reading(packed)
-        return self._model(packed, needs, temperature, reference=reference)
+        return self._reference
 
-    def _reading(self, packed: Packed) -> Reading:
-        """What this model brings as the reference: with LoRA its frozen base. Collective."""
-        if not self._built.adapted:
-            return self._model.reading(packed)
-        with optional.load(f"{LORA}:AdaptersOff")(self._model):
-            return self._model.reading(packed)
+    def _as_reference(self) -> AbstractContextManager[None]:
+        """Inside, the model is what it brings as the reference: with LoRA its frozen base."""
+        return optional.load(f"{LORA}:AdaptersOff")(self._model) if self._built.adapted else nullcontext()
 
     def _scaled_loss(
         self,

@@ -10,7 +10,7 @@ holds a copy as its output layer, and the two gradients are summed after everyth
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridflow.engines.train.tensor_parallel import FAMILIES
+from hybridflow.models.full_kl import Reading
 from hybridflow.models.heads import PackedModel, ValueModel
 from hybridflow.models.packing import Packed
 from hybridflow.topology.parallel import ParallelDims
@@ -98,7 +99,8 @@ class Pipeline:
         self._before = ranks[self.stage - 1] if self.stage > 0 else None
         self._after = ranks[self.stage + 1] if self.stage < self.stages - 1 else None
         self._ends = _ends_group(dims)
-        self._sends: list[tuple[Any, Tensor]] = []
+        self._sends: dict[int, deque[tuple[Any, Tensor]]] = {}
+        """Sends that may be under way, by receiver, with what must live until they are done."""
         self._moved: Counter[tuple[str, int]] = Counter()
         """Exchanges with a neighbour since the schedule began, by direction."""
         self._joined: Counter[tuple[str, int]] = Counter()
@@ -112,6 +114,7 @@ class Pipeline:
         loss_of: Callable[[int, Outputs], Tensor],
         before_backward: Callable[[bool], None],
         *,
+        readings: Sequence[Reading | None] = (),
         again: bool = False,
     ) -> None:
         """Forward and backward of every micro-batch, 1F1B.
@@ -124,6 +127,7 @@ class Pipeline:
             temperature: of log-probs.
             loss_of: on the last stage, the scaled loss of micro-batch k from its outputs.
             before_backward: called before each backward with whether it is the last.
+            readings: on the last stage, what each micro-batch's exact KL compares with; empty: none is asked for.
             again: whether this is played in place of a call that broke off: neighbours have had what it exchanged.
         """
         self._begin(again)
@@ -131,7 +135,7 @@ class Pipeline:
         for kind, k in _one_forward_one_backward(len(packs), self.stage, self.stages):
             if kind == "forward":
                 received = None if self._before is None else self._receive(packs[k], self._before).requires_grad_()
-                out = self._model(packs[k], needs, temperature, received)
+                out = self._model(packs[k], needs, temperature, received, reference=readings[k] if readings else None)
                 if self._after is None:
                     held[k] = (received, loss_of(k, out))
                 else:
@@ -148,13 +152,19 @@ class Pipeline:
         self._finish_sends()
 
     def infer(
-        self, packs: Sequence[Packed], needs: frozenset[str], temperature: float, *, again: bool = False
+        self,
+        packs: Sequence[Packed],
+        needs: frozenset[str],
+        temperature: float,
+        *,
+        readings: Sequence[Reading | None] = (),
+        again: bool = False,
     ) -> Iterator[Outputs | None]:
         """Outputs of every micro-batch on the last stage, None on the others. Call under ``no_grad``; else as above."""
         self._begin(again)
-        for packed in packs:
+        for k, packed in enumerate(packs):
             received = None if self._before is None else self._receive(packed, self._before)
-            out = self._model(packed, needs, temperature, received)
+            out = self._model(packed, needs, temperature, received, reference=readings[k] if readings else None)
             if self._after is not None:
                 self._send(out, self._after)
             yield out if self._after is None else None
@@ -194,14 +204,17 @@ class Pipeline:
         tensor = tensor.contiguous()
         if self._is_joined("to", rank):
             return
-        work = dist.isend(tensor, rank, group=self._group)
-        # The tensor must live until the send is done.
-        self._sends.append((work, tensor))
+        under_way = self._sends.setdefault(rank, deque())
+        # Nobody runs further ahead of a neighbour than there are stages: the oldest of so many has arrived, or is
+        # waited for by one who needs nothing of ours that comes later.
+        while len(under_way) >= self.stages:
+            under_way.popleft()[0].wait()
+        under_way.append((dist.isend(tensor, rank, group=self._group), tensor))
 
     def _finish_sends(self) -> None:
-        for work, _ in self._sends:
-            work.wait()
-        self._sends.clear()
+        for under_way in self._sends.values():
+            while under_way:
+                under_way.popleft()[0].wait()
 
 
 def _one_forward_one_backward(count: int, stage: int, stages: int) -> Iterator[tuple[str, int]]:

@@ -23,6 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from hybridflow.engines.train.pipeline import Outputs
 from hybridflow.engines.train.shortage import ran_out
+from hybridflow.models.full_kl import Reading
 from hybridflow.models.heads import PackedModel
 from hybridflow.models.packing import Packed
 from hybridflow.utils.errors import DeviceMemoryError
@@ -66,6 +67,8 @@ class TorchSchedule:
         temperature: float,
         loss_of: Callable[[int, Outputs], Tensor],
         before_backward: Callable[[bool], None],
+        *,
+        readings: Sequence[Reading | None] = (),
     ) -> None:
         """Forward and backward of every micro-batch, at least ``least``; arguments as those of ``Pipeline.train``.
 
@@ -78,7 +81,8 @@ class TorchSchedule:
         tokens = self.tokens(packs)
 
         def play(number: int, received: Tensor | None) -> Tensor:
-            out: Any = self._model(packs[number].padded(tokens), needs, temperature, received)
+            packed, reading = packs[number].padded(tokens), readings[number] if readings else None
+            out: Any = self._model(packed, needs, temperature, received, reference=reading)
             out = loss_of(number, out) if self._model.last else out.contiguous()
             last = number == len(packs) - 1
             out.register_hook(lambda _: before_backward(last))

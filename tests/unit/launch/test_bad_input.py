@@ -33,7 +33,7 @@ TWO_GPUS = Machine(
     cores=16, memory_bytes=64 << 30, available_bytes=60 << 30, gpus=(Gpu("H100", 80 << 30),) * 2, torch_build="2.13.0"
 )
 POLICY = "actor_rollout_ref"
-ACTOR, ROLLOUT = f"{POLICY}.actor", f"{POLICY}.rollout"
+ACTOR, REF, ROLLOUT = f"{POLICY}.actor", f"{POLICY}.ref", f"{POLICY}.rollout"
 
 
 def judge(*overrides: str, machine: Machine = LAPTOP) -> None:
@@ -78,7 +78,11 @@ BAD = [
     ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", "trainer.pools.apart.slots=[1]",
       "trainer.pools.apart.roles=[reference]"], f"{ACTOR}.kl_loss_type=full", "the reference lives apart"),
     ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full+", "trainer.n_gpus_per_node=2",
-      f"{ACTOR}.pipeline_parallel_size=2"], f"{ACTOR}.kl_loss_type=full+", "pipeline stages (2 and 1)"),
+      f"{ACTOR}.pipeline_parallel_size=2"], f"{REF}.pipeline_parallel_size=1", "pipeline_parallel_size=2 must equal"),
+    (["actor_rollout_ref.model.gradient_checkpointing_mode=selective"],
+     "actor_rollout_ref.model.gradient_checkpointing_mode=selective", "has no effect without"),
+    ([f"{ACTOR}.optim.optimizer=torch.optim.Adam", f"{ACTOR}.optim.betas=[0.9,0.95]"], f"{ACTOR}.optim.betas=",
+     f"Set {ACTOR}.optim.override_optimizer_config.betas"),
     (["algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full", "trainer.n_gpus_per_node=2",
       f"{ACTOR}.tensor_parallel_size=2"], "actor_rollout_ref.ref.tensor_parallel_size=1", "Use 2."),
     (["algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full",

@@ -96,8 +96,28 @@ def expected(folders: tuple[str, str]) -> tuple[Tensor, float, dict[str, Tensor]
 )
 def test_value_loss_and_gradient_equal_the_definition_at_every_layout(folders, expected, dims: ParallelDims) -> None:
     """float32 against float64: KL of about 1 nat within 1e-5, gradients within 1e-5."""
+    assert_equals_the_definition(folders, expected, Case(folders[0], dims=dims))
+
+
+@pytest.mark.parametrize(
+    ("dims", "schedule"),
+    [
+        (ParallelDims(pp=2), "1f1b"),
+        (ParallelDims(pp=2), "torch_gpipe"),
+        (ParallelDims(pp=2, sp=2), "torch_1f1b"),
+        (ParallelDims(pp=2, dp_shard=2), "1f1b"),
+        pytest.param(ParallelDims(pp=2, tp=2), "1f1b", marks=pytest.mark.slow),
+        pytest.param(ParallelDims(pp=2, dp_shard=2, tp=2), "torch_1f1b", marks=pytest.mark.slow),
+    ],
+    ids=lambda part: str({axis: n for axis, n in part.degrees.items() if n > 1}) if hasattr(part, "degrees") else None,
+)
+def test_stages_compare_as_one_process_does(folders, expected, dims: ParallelDims, schedule: str) -> None:
+    assert_equals_the_definition(folders, expected, Case(folders[0], dims=dims, engine={"pipeline_schedule": schedule}))
+
+
+def assert_equals_the_definition(folders, expected, case: Case) -> None:
     kl, loss, gradients = expected
-    case = Case(folders[0], dims=dims)
+    dims = case.dims
     ranks = [step(case, folders[1])] if dims.world == 1 else run_ranks(dims.world, step, case, folders[1])
     for rank, found in enumerate(ranks):
         mine = own_rows(Batch({"kl": kl}), dims, rank)["kl"]
@@ -172,7 +192,9 @@ def test_with_lora_the_reference_is_the_engine_without_its_adapters(folders) -> 
     assert found["loss"] == pytest.approx(float(masked), abs=1e-5)
 
 
-@pytest.mark.parametrize("dims", [ParallelDims(dp_shard=2), ParallelDims(tp=2)], ids=["dp 2", "tp 2"])
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(dp_shard=2), ParallelDims(tp=2), ParallelDims(pp=2)], ids=["dp 2", "tp 2", "pp 2"]
+)
 def test_two_ranks_and_one_see_the_same_lora_kl(folders, dims: ParallelDims) -> None:
     one = lora_step(Case(folders[0], model=LORA))
     for rank, found in enumerate(run_ranks(2, lora_step, Case(folders[0], dims=dims, model=LORA))):
