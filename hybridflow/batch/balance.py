@@ -12,9 +12,11 @@ import heapq
 from collections.abc import Sequence
 
 Cost = float | int
+TYPICAL_WIDTH = 1024
+"""Width of a model of which nothing is known."""
 
 
-def row_cost(tokens: int, *, hidden: int = 1024) -> int:
+def row_cost(tokens: int, *, hidden: int = TYPICAL_WIDTH) -> int:
     """Relative cost of a row of ``tokens`` tokens in a transformer of width ``hidden``.
 
     A layer does about ``24 d^2`` multiply-adds a token in its matrices and ``2 d`` a pair of tokens in (causal)
@@ -47,7 +49,9 @@ def balance(costs: Sequence[Cost], parts: int, equal_counts: bool = False) -> li
     return sorted(groups, key=lambda group: group[0] if group else len(costs))
 
 
-def micro_batches(tokens: Sequence[int], max_tokens: int, *, at_least: int = 1, hidden: int = 1024) -> list[list[int]]:
+def micro_batches(
+    tokens: Sequence[int], max_tokens: int, *, at_least: int = 1, hidden: int = TYPICAL_WIDTH
+) -> list[list[int]]:
     """Positions of rows in micro-batches of at most ``max_tokens`` tokens each, balanced by cost.
 
     A row longer than the budget gets a micro-batch of its own. ``at_least`` asks for more micro-batches than the budget

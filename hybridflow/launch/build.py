@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 
 from hybridflow.algorithms.kl import KL_CONTROLLERS
+from hybridflow.batch.balance import TYPICAL_WIDTH
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.builtin import model_folder
 from hybridflow.data.loader import PromptLoader, validation_batches
@@ -262,6 +263,7 @@ def _roles(config: PPOConfig, plan: RunPlan, groups: dict[str, WorkerGroup]) -> 
             balanced_over=where.dims.dp if config.trainer.balance_batch else 1,
             block_rows=plan.batch.update(role).mini_batch_sequences if updates else None,
             together=config.actor_rollout_ref.rollout.n if config.shares_prompts(role) else 1,
+            hidden=TYPICAL_WIDTH if plan.model is None else plan.model.hidden,
         )
 
     actor = handle(ActorHandle, "actor", updates=True)

@@ -6,7 +6,8 @@ Parameters, gradients and optimizer states are exact for AdamW. A call's own mem
     forward    one layer at work on a micro-batch, or the head: two blocks of float32 logits
     update     (a) the head's backward: what autograd keeps of all layers, log p and its gradient, the head's gradient,
                    and what earlier micro-batches have left of gradients
-               (b) the end of the backward: all gradients, one layer, and the embedding's gradient before it is added
+               (b) a layer that is computed again, where activations are checkpointed
+               (c) the end of the backward: all gradients, one layer, and the embedding's gradient before it is added
     generate   one step of the engine: its tokens through a layer, the logits of all sequences
     publish    two buckets
 
@@ -213,7 +214,7 @@ class _Trained:
         of_layer = tokens * self._kept_of_layer() + copied * 2 * kv * self._compute
         states = tokens * model.hidden * self._compute
         kept = self._layers * (tokens * self._kept_by_checkpoint() if self._checkpointing else of_layer) * in_flight
-        kept = 0 if self._parks_activations else kept + (of_layer if self._checkpointing else 0)
+        kept = 0 if self._parks_activations else kept
         if self._last:
             kept += in_flight * (3 * states + 2 * read * model.hidden * self._compute)
         else:  # what came in and what went out, of every micro-batch whose backward is to come
@@ -221,18 +222,21 @@ class _Trained:
         kept += self._messages(call) * states
         several = self._largest(call)[0] < call.rows_per_coordinate
         # Summed in float32 where logits are computed again block by block.
-        again = read * model.vocabulary * 4 // self._role.dims.tp > LOGITS_KEPT_BYTES
-        head = self._embedding * (4 if again else self._compute) if self._has_head and self._trains_embedding else 0
+        recomputed = read * model.vocabulary * 4 // self._role.dims.tp > LOGITS_KEPT_BYTES
+        trains_head = self._has_head and self._trains_embedding
+        head = self._embedding * (4 if recomputed else self._compute) if trains_head else 0
         gathered = {"gathered layers": self._gathered()} if self._fsdp else {}
         own = 0 if self._lives_on_host else self._gradients
         before = (self._full_gradients if self._fsdp else own) if several else 0
         at_head = {"activations": kept, "logits": self._logits(read), "head gradient": head, "gradients": before}
+        again = of_layer if self._checkpointing else 0
+        at_layer = {"activations": kept + again, "head gradient": head, "gradients": before}
         # The embedding's gradient is added to what the head or an earlier micro-batch has left.
         embeds = self._stage == 0 and self._trains_embedding
         added = self._embedding * self._master if embeds and (head or several) else 0
         unreduced = self._unreduced(several) if self._fsdp else 0
         at_end = {"activations": of_layer, "embedding gradient": added, "gradients": own + unreduced}
-        return gathered | max(at_head, at_end, key=lambda parts: sum(parts.values()))
+        return gathered | max(at_head, at_layer, at_end, key=lambda parts: sum(parts.values()))
 
     def _in_flight(self, call: MicroPlan) -> int:
         """Micro-batches of which this stage holds activations at once."""

@@ -182,6 +182,8 @@ def _refuse(
     kind = type(module).__name__
     if segments is None:
         raise EngineError(f"{kind} does not hand its keyword arguments to attention: packed rows would see each other")
+    if getattr(module, "is_causal", True) is False:
+        raise EngineError(f"{kind} attends to later tokens too: it is no causal language model")
     if mask is not None:
         raise EngineError(f"{kind} got an attention mask beside packed rows: rows would see each other")
     if query.shape[0] != 1 or query.shape[2] * ranks != sum(segments.lengths):

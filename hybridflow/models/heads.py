@@ -20,8 +20,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridflow.models.attention import Segments
 from hybridflow.models.full_kl import Reading, full_kl
-from hybridflow.models.logprobs import VocabularyShard, sum_of_squares, token_log_probs
+from hybridflow.models.logprobs import VocabularyShard, sum_of_squares, tempered_logits, token_log_probs
 from hybridflow.models.packing import Packed
+from hybridflow.models.packing_check import check_layer_kinds, judge, rows_alone
 from hybridflow.models.sequence import join_tokens
 from hybridflow.utils.errors import ConfigError, EngineError
 
@@ -36,7 +37,11 @@ OF_WORDS = frozenset({"log_probs", "entropy", "full_kl", "sum_pi_squared"})
 PLAIN_HEAD_FAMILIES = frozenset({"qwen2", "qwen3", "llama", "mistral"})
 """Model types whose logits are exactly ``hidden @ W^T + b``: others may scale or cap them."""
 
-_SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
+SELF_CHECK = frozenset({"self_check"})
+"""What a forward is asked for that is to see whether this architecture can be packed (packing_check.py)."""
+
+_CAPPED = ("final_logit_softcapping", "logits_soft_cap", "output_multiplier_scale")
+"""Fields of a config that change logits in ways that log-probs here do not follow."""
 
 
 class ValueModel(nn.Module):
@@ -87,9 +92,12 @@ class PackedModel(nn.Module):
         """What the body's forward runs in (activation offload)."""
         self.renamed: Mapping[str, str] = {}
         """Parameters whose tied twin lives on another pipeline stage: own name to Hugging Face name."""
+        self.logit_factor = 1.0
+        """What the model multiplies its logits by."""
+        check_layer_kinds(net.config)
         if head == "lm":
             assert isinstance(net, PreTrainedModel)
-            _check_head(net)
+            self.logit_factor = _check_head(net)
 
     def forward(
         self,
@@ -113,6 +121,8 @@ class PackedModel(nn.Module):
         packed = packed.padded(self.token_multiple)
         part = self._own_tokens(packed)
         hidden = self._body(packed, part, received)
+        if needs == SELF_CHECK:
+            return self._check_itself(packed, hidden[0])
         if not self.last:
             return hidden
         if isinstance(hidden, DTensor):
@@ -150,6 +160,25 @@ class PackedModel(nn.Module):
         output = self.output_layer()
         assert output is not None
         return Reading(hidden, _plain(output.weight), None if output.bias is None else _plain(output.bias))
+
+    def _check_itself(self, packed: Packed, states: Tensor) -> dict[str, Tensor]:
+        """Compares ``states`` of packed rows with those of each row alone, and the head with transformers' own.
+
+        Raises:
+            ConfigError: when they differ.
+        """
+        kind, rows = self.net.config.model_type, rows_alone(packed)
+        alone = torch.cat([self.net.base_model(**row).last_hidden_state[0] for row in rows])
+        if isinstance(self.net, ValueModel):
+            judge(kind, states, alone, None, None)
+            return {"states": states}
+        output = self.output_layer()
+        assert output is not None
+        bias = None if output.bias is None else _plain(output.bias)
+        logits = tempered_logits(states, _plain(output.weight), bias, 1.0 / self.logit_factor)
+        own = torch.cat([self.net(**row).logits[0] for row in rows]).float()
+        judge(kind, states, alone, torch.log_softmax(logits, -1), torch.log_softmax(own, -1))
+        return {"states": states}
 
     def _own_tokens(self, packed: Packed) -> slice:
         if self.sequence_group is None:
@@ -193,7 +222,11 @@ class PackedModel(nn.Module):
         output = self.output_layer()
         assert output is not None
         weight, bias = _plain(output.weight), None if output.bias is None else _plain(output.bias)
-        cut = {"temperature": temperature, "shard": self.vocabulary_shard, "vocab_limit": self.vocab_limit}
+        cut = {
+            "temperature": temperature / self.logit_factor,
+            "shard": self.vocabulary_shard,
+            "vocab_limit": self.vocab_limit,
+        }
         log_probs, entropy = token_log_probs(hidden, weight, targets, bias=bias, entropy="entropy" in needs, **cut)
         found = {"log_probs": log_probs, "entropy": entropy}
         if "full_kl" in needs:
@@ -258,14 +291,22 @@ def _classifier_config(model: PreTrainedModel) -> PretrainedConfig:
     return config
 
 
-def _check_head(net: PreTrainedModel) -> None:
-    config = net.config
-    if config.model_type in PLAIN_HEAD_FAMILIES:
-        return
-    scaled = [name for name in _SCALED if getattr(config, name, None) not in (None, 1.0)]
-    if scaled:
-        raise ConfigError(
-            f"model type {config.model_type!r} changes its logits ({', '.join(scaled)}): not supported yet"
-        )
-    if not isinstance(net.get_output_embeddings(), nn.Linear):
-        raise ConfigError(f"model type {config.model_type!r} has no linear output layer: not supported yet")
+def _check_head(net: PreTrainedModel) -> float:
+    """What the model multiplies its logits by.
+
+    Raises:
+        ConfigError: when they are made in another way than ``factor * (hidden @ W^T + b)``.
+    """
+    config, kind = net.config, net.config.model_type
+    if kind in PLAIN_HEAD_FAMILIES:
+        return 1.0
+    if net.base_model is net:
+        raise ConfigError(f"model type {kind!r} has no body apart from its head: it is not supported")
+    if capped := [name for name in _CAPPED if getattr(config, name, None) not in (None, 0, 1.0)]:
+        raise ConfigError(f"model type {kind!r} changes its logits ({', '.join(capped)}): it is not supported")
+    output = net.get_output_embeddings()
+    if not isinstance(output, nn.Linear):
+        raise ConfigError(f"model type {kind!r} has no linear output layer: it is not supported")
+    if output.in_features != _hidden_size(config):
+        raise ConfigError(f"model type {kind!r} has further layers before its output layer: it is not supported")
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)

@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from hybridflow.models.attention import NAME as PACKED_ATTENTION
-from hybridflow.models.weight_files import Box, Piece, WeightFiles
+from hybridflow.models.weight_files import Box, ConvertedWeights, Piece, WeightFiles
 from hybridflow.utils.errors import ConfigError, MachineError
 
 _DTYPES = {
@@ -34,6 +34,8 @@ _DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+AS_STORED = frozenset({"qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma", "gemma3_text"})
+"""Model types whose folders name tensors as their modules do: one that is missing is missing."""
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout")
 
 
@@ -108,8 +110,21 @@ def load_causal_lm(
         path, dtype=dtype, trust_remote_code=trust_remote_code, override_config=override_config, attn=attn
     )
     materialise(model, device)
-    fill(dict(model.named_parameters()), path, aliases=tied_names(model))
+    buffers = persistent_buffers(model)
+    fill(
+        {**dict(model.named_parameters()), **buffers},
+        path,
+        aliases=tied_names(model),
+        optional=buffers,
+        trust_remote_code=trust_remote_code,
+    )
     return model
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to the weights (a router's balancing terms): they are stored, and nobody trains them."""
+    parameters, stored = dict(model.named_parameters(remove_duplicate=False)), model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored and name not in parameters}
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -189,13 +204,15 @@ def fill(
     aliases: Mapping[str, tuple[str, ...]] | None = None,
     optional: Iterable[str] = (),
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    trust_remote_code: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Filled:
     """Copies the weights of ``path`` into this rank's blocks; says what of the names in ``optional`` was not there.
 
     Collective over ``group`` (None: the whole world, if there is one): its rank 0 reads, one stored tensor at a time,
     and every rank keeps its block. ``shapes`` names all parameters of the full model in an order that is equal on all
-    ranks; a rank may lack some of them (pipeline stages).
+    ranks; a rank may lack some of them (pipeline stages). A folder whose tensors have other names than the module, or
+    another form, is read as transformers reads it: whole, in the host memory of rank 0.
 
     Raises:
         MachineError: on every rank, when a file is missing, or lacks a parameter, or holds another shape.
@@ -206,8 +223,7 @@ def fill(
     source, plan = None, None
     if reader:
         try:
-            source = WeightFiles(path)
-            plan = _plan(source, path, shapes, aliases or {}, frozenset(optional))
+            source, plan = _source(path, shapes, aliases or {}, frozenset(optional), trust_remote_code)
         except MachineError as error:
             plan = error
     if world > 1:
@@ -250,15 +266,36 @@ def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(low - base, high - base) for (low, high), (base, _) in zip(inner, outer, strict=True))
 
 
+Plan = dict[str, tuple[tuple[Piece, torch.dtype], ...]]
+"""Stored tensors (none: not there, and need not be) and their dtypes by parameter."""
+
+
+def _source(
+    path: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    aliases: Mapping[str, tuple[str, ...]],
+    optional: frozenset[str],
+    trust_remote_code: bool,
+) -> tuple[WeightFiles, Plan]:
+    """What ``path`` is read with, and which of its tensors fill which parameter."""
+    files = WeightFiles(path)
+    try:
+        return files, _plan(files, path, shapes, aliases, optional)
+    except MachineError:
+        if AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).model_type in AS_STORED:
+            raise
+    converted = ConvertedWeights(path, trust_remote_code=trust_remote_code)
+    return converted, _plan(converted, path, shapes, aliases, optional)
+
+
 def _plan(
     source: WeightFiles,
     path: str,
     shapes: Mapping[str, tuple[int, ...]],
     aliases: Mapping[str, tuple[str, ...]],
     optional: frozenset[str],
-) -> dict[str, tuple[tuple[Piece, torch.dtype], ...]]:
-    """Stored tensors (none: not there, and need not be) and their dtypes by parameter."""
-    plan: dict[str, tuple[tuple[Piece, torch.dtype], ...]] = {}
+) -> Plan:
+    plan: Plan = {}
     for name, shape in shapes.items():
         pieces = source.pieces(name, shape, aliases.get(name, ()))
         plan[name] = tuple((piece, source.describe(piece.stored)[1]) for piece in pieces)

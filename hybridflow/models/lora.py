@@ -32,7 +32,7 @@ def add_adapters(model: PackedModel, config: ModelConfig) -> None:
     """Puts empty adapters on ``model`` in place and freezes everything but them (and a value head).
 
     Raises:
-        ConfigError: when no layer matches ``model.target_modules``.
+        ConfigError: when no layer matches ``model.target_modules``, or one that adapters cannot be put on.
     """
     targets: str | list[str] = (
         _all_linear(model)
@@ -55,6 +55,13 @@ def add_adapters(model: PackedModel, config: ModelConfig) -> None:
         inject_adapter_in_model(settings, model.net, ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ConfigError(f"model.target_modules={config.target_modules!r}: {error}") from error
+    inside = {id(module) for block in model.blocks() for module in block.modules()}
+    outside = sorted(name for name, layer in _layers(model).items() if id(layer) not in inside)
+    if outside:
+        raise ConfigError(
+            f"model.target_modules={config.target_modules!r} puts adapters on {', '.join(outside)}: only linear layers "
+            "inside the model's layers can have them (all-linear names those)"
+        )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(adapter_name(name) or name.startswith("net.score."))
 

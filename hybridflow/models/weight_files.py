@@ -20,6 +20,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from hybridflow.utils.errors import MachineError
 
@@ -142,3 +143,43 @@ class WeightFiles:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt").__enter__()
         return self._open[path]
+
+
+class ConvertedWeights(WeightFiles):
+    """The weights of a folder whose names or shapes are not those of the module: transformers converts them.
+
+    The whole model is held in host memory while this lives, by the one rank that reads.
+
+    Raises:
+        MachineError: transformers does not find all weights either.
+    """
+
+    def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
+        self._folder = Path(path)
+        model, about = AutoModelForCausalLM.from_pretrained(
+            path, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+        if about["missing_keys"]:
+            names = sorted(about["missing_keys"])
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise MachineError(f"{path}: no weights for {', '.join(names[:5])}{more}")
+        self._held: dict[str, Tensor] = model.state_dict()
+
+    def pieces(self, name: str, shape: Sequence[int], aliases: Iterable[str] = ()) -> tuple[Piece, ...]:
+        """See ``WeightFiles``: a parameter is one piece, or is not there."""
+        stored = next((one for one in (name, *aliases) if one in self._held), None)
+        if stored is None:
+            return ()
+        if tuple(self._held[stored].shape) != tuple(shape):
+            raise MachineError(
+                f"{self._folder}: {stored} has shape {tuple(self._held[stored].shape)}, the model needs {tuple(shape)}"
+            )
+        return (Piece(stored, tuple((0, size) for size in shape), tuple(shape)),)
+
+    def describe(self, stored: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """See ``WeightFiles``."""
+        return tuple(self._held[stored].shape), self._held[stored].dtype
+
+    def read(self, stored: str) -> Tensor:
+        """See ``WeightFiles``."""
+        return self._held[stored]

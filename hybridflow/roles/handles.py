@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.batch.balance import balance, row_cost
+from hybridflow.batch.balance import TYPICAL_WIDTH, balance, row_cost
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import Followed, Mapped, Pending
 from hybridflow.dispatch.group import WorkerGroup
@@ -29,6 +29,7 @@ class Handle:
         balanced_over: data-parallel coordinates over which rows are balanced by cost; 1: rows go out in their order.
         block_rows: rows of a mini-batch, each of which is balanced by itself; None: the whole batch at once.
         together: neighbouring rows that share a prompt and must meet on one coordinate; 1: rows go out one by one.
+        hidden: width of the model, which decides how much of a row's cost is attention.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Handle:
         balanced_over: int = 1,
         block_rows: int | None = None,
         together: int = 1,
+        hidden: int = TYPICAL_WIDTH,
     ) -> None:
         self._group = group
         self._role = role
         self._parts = balanced_over
         self._block_rows = block_rows
         self._together = together
+        self._hidden = hidden
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
         return self._group.call(self._role, method, *args, **kwargs)
@@ -67,9 +70,9 @@ class Handle:
         prompts = batch["prompt_length"]
         lengths = (prompts + batch["response_length"]).tolist()
         if self._together == 1:
-            return balanced_order(lengths, parts=self._parts, block_rows=block_rows)
-        size = self._together
-        return shared_order(lengths, prompts.tolist(), together=size, parts=self._parts, block_rows=block_rows)
+            return balanced_order(lengths, parts=self._parts, block_rows=block_rows, hidden=self._hidden)
+        how = {"together": self._together, "parts": self._parts, "block_rows": block_rows, "hidden": self._hidden}
+        return shared_order(lengths, prompts.tolist(), **how)
 
     def save_checkpoint(self, folder: str) -> Pending[None]:
         """Writes the role's state into ``folder`` on every rank."""
@@ -242,17 +245,25 @@ def combine_ranks(per_rank: Sequence[Metrics]) -> Metrics:
     return combined
 
 
-def balanced_order(lengths: Sequence[int], *, parts: int, block_rows: int) -> torch.Tensor | None:
+def balanced_order(
+    lengths: Sequence[int], *, parts: int, block_rows: int, hidden: int = TYPICAL_WIDTH
+) -> torch.Tensor | None:
     """An order of rows in which ``parts`` consecutive chunks of equal count cost nearly the same, block by block.
 
     Every block of ``block_rows`` rows gives each chunk equally many rows of equal cost (batch/balance.py), so each
     mini-batch is balanced by itself. None where counts do not divide: rows then keep their order.
     """
-    return _balanced([row_cost(length) for length in lengths], 1, parts=parts, block_rows=block_rows)
+    return _balanced([row_cost(length, hidden=hidden) for length in lengths], 1, parts=parts, block_rows=block_rows)
 
 
 def shared_order(
-    lengths: Sequence[int], prompts: Sequence[int], *, together: int, parts: int, block_rows: int
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    *,
+    together: int,
+    parts: int,
+    block_rows: int,
+    hidden: int = TYPICAL_WIDTH,
 ) -> torch.Tensor | None:
     """``balanced_order`` in which every ``together`` neighbouring rows, which share their prompt, stay neighbours.
 
@@ -260,18 +271,23 @@ def shared_order(
     """
     if len(lengths) % together or block_rows % together:
         return None
-    costs = shared_costs(lengths, prompts, together=together)
+    costs = shared_costs(lengths, prompts, together=together, hidden=hidden)
     return _balanced(costs, together, parts=parts, block_rows=block_rows)
 
 
-def shared_costs(lengths: Sequence[int], prompts: Sequence[int], *, together: int) -> list[int]:
+def shared_costs(
+    lengths: Sequence[int], prompts: Sequence[int], *, together: int, hidden: int = TYPICAL_WIDTH
+) -> list[int]:
     """Cost of every ``together`` neighbouring rows whose prompt is encoded once.
 
     ``L (12 d + L)`` of a row is that of its prompt plus that of its response with the pairs between them.
     """
     groups = range(0, len(lengths), together)
-    whole = [sum(row_cost(length) for length in lengths[start : start + together]) for start in groups]
-    return [cost - (together - 1) * row_cost(prompts[start]) for cost, start in zip(whole, groups, strict=True)]
+    whole = [sum(row_cost(length, hidden=hidden) for length in lengths[start : start + together]) for start in groups]
+    return [
+        cost - (together - 1) * row_cost(prompts[start], hidden=hidden)
+        for cost, start in zip(whole, groups, strict=True)
+    ]
 
 
 def _balanced(costs: Sequence[int], size: int, *, parts: int, block_rows: int) -> torch.Tensor | None:

@@ -54,6 +54,7 @@ WORLDS: dict[str, tuple[bool, dict[str, Any]]] = {
 def config_of(folder: str, change: dict[str, Any]) -> Any:
     shape = {"data.max_prompt_length": PROMPT, "data.max_response_length": RESPONSE, f"{POLICY}.rollout.n": 1}
     batch = {"data.train_batch_size": ROWS, f"{ACTOR}.ppo_mini_batch_size": ROWS, f"{ACTOR}.entropy_coeff": 0.01}
+    batch["algorithm.adv_estimator"] = "reinforce_plus_plus"
     given = {**shape, **batch, "trainer.n_gpus_per_node": 2, f"{POLICY}.model.path": folder, **change}
     return small_config(Path(folder) / "run", **given)
 

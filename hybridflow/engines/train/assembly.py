@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.engines.train.mesh import Meshes
@@ -22,7 +22,16 @@ from hybridflow.engines.train.pipeline import Pipeline
 from hybridflow.engines.train.torch_schedule import TorchSchedule
 from hybridflow.engines.train.work import WorkMeter, architecture
 from hybridflow.models.heads import Head, PackedModel, ValueModel, adapter_name, hf_name
-from hybridflow.models.load import dtype_of, empty_causal_lm, fill, local_of, materialise, tied_names
+from hybridflow.models.load import (
+    Filled,
+    dtype_of,
+    empty_causal_lm,
+    fill,
+    local_of,
+    materialise,
+    persistent_buffers,
+    tied_names,
+)
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils import optional
 
@@ -40,6 +49,8 @@ class Assembled:
     """What this rank holds, by Hugging Face name."""
     shapes: Mapping[str, tuple[int, ...]]
     """Full shapes of this stage's parameters; adapters have their own."""
+    buffers: Mapping[str, Tensor]
+    """What belongs to the weights and is not trained, by Hugging Face name; whole on every rank."""
     adapter_shapes: Mapping[str, tuple[int, ...]]
     adapted: bool
     """Whether adapters are trained instead of the weights."""
@@ -95,16 +106,9 @@ def assemble(
     reshards = where.fsdp is not None and reshards_after_forward(model, where.fsdp.size(where.fsdp.ndim - 1), sharding)
     materialise(model, "cpu" if sharding.offload_policy else device)
     parameters = model.hf_parameters()
-    filled = fill(
-        {name: parameter for name, parameter in parameters.items() if name in shapes},
-        config.path,
-        aliases=aliases,
-        optional=_optional(shapes, head, trains=trains),
-        shapes=shapes,
-    )
-    for name in filled.absent:
-        if name in parameters:
-            local_of(parameters[name].detach()).zero_()
+    buffers = {hf_name(name): buffer for name, buffer in persistent_buffers(model).items()}
+    may_lack = _optional(shapes, head, trains=trains)
+    filled = _fill(parameters, buffers, shapes, config, aliases=aliases, optional=may_lack)
     _fill_adapters(parameters, adapter_shapes, config, seed)
     schedule = pipeline_schedule if trains else "1f1b"
     pipeline, torch_schedule = _pipelines(model, schedule, where.pp, dims, sharding, device)
@@ -112,6 +116,7 @@ def assemble(
         model=model,
         parameters=parameters,
         shapes=shapes,
+        buffers=buffers,
         adapter_shapes=adapter_shapes,
         adapted=bool(adapter_shapes),
         layer_names=layer_names,
@@ -122,6 +127,30 @@ def assemble(
         pipeline=pipeline,
         torch_schedule=torch_schedule,
     )
+
+
+def _fill(
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: ModelConfig,
+    *,
+    aliases: Mapping[str, tuple[str, ...]],
+    optional: Iterable[str],
+) -> Filled:
+    """Reads the folder; an ``optional`` parameter that it lacks is zero, such a buffer stays as the model made it."""
+    filled = fill(
+        {name: parameter for name, parameter in parameters.items() if name in shapes} | dict(buffers),
+        config.path,
+        aliases=aliases,
+        optional=[*optional, *buffers],
+        shapes=dict(shapes) | {name: tuple(buffer.shape) for name, buffer in buffers.items()},
+        trust_remote_code=config.trust_remote_code,
+    )
+    for name in filled.absent:
+        if name in parameters:
+            local_of(parameters[name].detach()).zero_()
+    return filled
 
 
 def _net(

@@ -80,14 +80,10 @@ class FSDPEngine:
     ) -> None:
         refuse_unsupported(dims, model, sharding, device=device, compiles=compile_layers)
         self.dims = dims
-        self._config = model
-        self._sharding = sharding
-        self._device = device
-        self._grad_clip = grad_clip
+        self._config, self._sharding = model, sharding
+        self._device, self._grad_clip = device, grad_clip
         mixed = dtype_of(sharding.mixed_precision.param_dtype) != dtype_of(sharding.model_dtype)
-        always_fsdp = mixed or sharding.offload_policy
-        kind = device.partition(":")[0]
-        self._meshes = meshes(dims, kind, shard_order, always_fsdp=always_fsdp)
+        self._meshes = meshes(dims, device.partition(":")[0], shard_order, always_fsdp=mixed or sharding.offload_policy)
         torch.manual_seed(seed)
         built = assemble(
             model,
@@ -103,31 +99,26 @@ class FSDPEngine:
             compile_layers=compile_layers,
             pipeline_schedule=pipeline_schedule,
         )
-        self._model, self._parameters = built.model, built.parameters
-        self._shapes, self._adapter_shapes = built.shapes, built.adapter_shapes
-        self._adapted = built.adapted
-        self._layer_names, self._tied_ends = built.layer_names, built.tied_ends
-        self._meter, self._pipeline = built.meter, built.pipeline
-        self._by_expert = built.by_expert
+        self._built, self._model, self._parameters = built, built.model, built.parameters
         self._done = 0
         self._saving: checkpoint.StateSave | None = None
         self._budgets = Budgets()
         self._optim = optim
         self._schedule = None if optim is None else schedule(optim, total_steps)
         self._optimizer = (
-            None if optim is None else build_optimizer(self._parameters, optim, in_layers=self._layer_names)
+            None if optim is None else build_optimizer(self._parameters, optim, in_layers=self._built.layer_names)
         )
         self._apply_rate()
         self._passes = Passes(
             built,
             dims=dims,
             device=device,
-            reduced_over=self._meshes.reduced_over,
-            exchange_activations=self._meshes.exchange_activations,
+            where=self._meshes,
             budgets=self._budgets,
             optimizer=self._optimizer,
             share_prompts=share_prompts,
         )
+        self._passes.check_architecture()
 
     # -- forward and update -------------------------------------------------------------------------------------------
 
@@ -139,7 +130,7 @@ class FSDPEngine:
         Raises:
             EngineError: when the engine has no adapters.
         """
-        if not self._adapted:
+        if not self._built.adapted:
             raise EngineError("this engine trains all weights: it holds no reference policy")
         with optional.load(f"{LORA}:AdaptersOff")(self._model):
             return self.forward(rows, needs, temperature=temperature, micro=micro)
@@ -200,10 +191,10 @@ class FSDPEngine:
         """Finishes the gradient's reduction and returns its global norm. Collective."""
         settle_gradients(self._parameters.values())
         counted = dict(self._parameters)
-        if self._pipeline is not None and self._tied_ends:
+        if self._built.pipeline is not None and self._built.tied_ends:
             grad = self._parameters[EMBEDDING].grad if EMBEDDING in self._parameters else None
             if grad is not None:
-                self._pipeline.sum_tied(local_of(grad))
+                self._built.pipeline.sum_tied(local_of(grad))
             if not self._model.first:
                 counted.pop(EMBEDDING, None)
         return gradient_norm(counted.values(), self._meshes.pp)
@@ -219,7 +210,7 @@ class FSDPEngine:
 
     def work(self) -> Work:
         """What forwards and updates have computed since the last call, over all ranks. Collective."""
-        return self._meter.take()
+        return self._built.meter.take()
 
     def peak_flops(self) -> float:
         """FLOP/s that one device can reach in the dtype of forward and backward."""
@@ -259,17 +250,17 @@ class FSDPEngine:
         With LoRA the blocks of adapted weights are copies with the adapters added in, and the call is collective.
         """
         self._reshard()
-        return self._blocks(self._shapes, self._merged())
+        return self._blocks(self._built.shapes, self._merged())
 
     def base_shards(self) -> Sequence[Shard]:
         """``shards`` of the frozen base: with LoRA, without the adapters."""
         self._reshard()
-        return self._blocks(self._shapes, {})
+        return self._blocks(self._built.shapes, {})
 
     def adapter_shards(self) -> Sequence[Shard]:
         """This rank's blocks of LoRA's A and B, in one order on all ranks; empty without adapters."""
         self._reshard()
-        return self._blocks(self._adapter_shapes, {})
+        return self._blocks(self._built.adapter_shapes, {})
 
     def _blocks(self, shapes: Mapping[str, tuple[int, ...]], merged: Mapping[str, Tensor]) -> list[Shard]:
         own = self._model.hf_parameters()
@@ -285,13 +276,13 @@ class FSDPEngine:
         return found
 
     def _merged(self) -> Mapping[str, Tensor]:
-        if not self._adapted:
+        if not self._built.adapted:
             return {}
         return optional.load(f"{LORA}:merged_blocks")(self._model, self._parameters)
 
     def parameter_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Full shape by Hugging Face name, in the order of ``shards``."""
-        return dict(self._shapes)
+        return dict(self._built.shapes)
 
     def offload(self, what: Iterable[str]) -> None:
         """Moves ``parameters`` and/or ``optimizer`` to host memory (GPU only; nothing to do on CPU)."""
@@ -350,7 +341,7 @@ class FSDPEngine:
 
     def _trained(self) -> Mapping[str, torch.nn.Parameter]:
         """What a checkpoint holds: all weights, or with LoRA the trained ones."""
-        if not self._adapted:
+        if not self._built.adapted:
             return self._parameters
         return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
 
@@ -372,10 +363,11 @@ class FSDPEngine:
         own, merged = self._parameters, self._merged()
         checkpoint.save_hf(
             folder,
-            {name: placed_like(merged[name], held) if name in merged else held for name, held in own.items()},
+            {name: placed_like(merged[name], held) if name in merged else held for name, held in own.items()}
+            | self._built.buffers,
             self._model.net.config,
-            names=list(self._shapes),
-            by_expert=self._by_expert,
+            names=[*self._built.shapes, *self._built.buffers],
+            by_expert=self._built.by_expert,
             stages=self._meshes.pp,
             source=self._config.path,
             dtype=None if dtype is None else dtype_of(dtype),
@@ -387,13 +379,13 @@ class FSDPEngine:
         Raises:
             EngineError: when the engine has no adapters.
         """
-        if not self._adapted:
+        if not self._built.adapted:
             raise EngineError("this engine trains all weights: it has no adapters to save")
         self._reshard()
         checkpoint.save_adapters(
             folder,
             self._parameters,
             optional.load(f"{LORA}:adapter_config")(self._model, self._config.path),
-            names=list(self._adapter_shapes),
+            names=list(self._built.adapter_shapes),
             stages=self._meshes.pp,
         )

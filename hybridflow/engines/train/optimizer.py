@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,11 @@ def build_optimizer(
     if optim.lr < 0:
         raise ConfigError(f"optim.lr={optim.lr}: a learning rate is 0 or more")
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    if not trained:
+        raise ConfigError(
+            "this rank's part of the model has nothing to train: with model.lora_rank every pipeline stage needs a "
+            "layer that model.target_modules and exclude_modules give an adapter to; use fewer stages, or more targets"
+        )
     if optim.optimizer == "Muon":
         matrices = {name: p for name, p in trained.items() if name in in_layers and p.ndim == 2}
         others = [parameter for name, parameter in trained.items() if name not in matrices]
@@ -48,9 +53,32 @@ def build_optimizer(
         built = cls(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optim.override_optimizer_config does not fit {optim.optimizer}: {error}") from error
+    if optim.optimizer != "AdamW":
+        _try(lambda held: cls(held, **arguments), next(iter(trained.values())), optim.optimizer)
     if optim.weight_decay and "weight_decay" not in built.defaults:
         raise ConfigError(f"optim.weight_decay={optim.weight_decay}: {optim.optimizer} decays no weights: use 0")
     return built
+
+
+def _try(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], like: nn.Parameter, name: str) -> None:
+    """One step of a user's optimizer on a few numbers cut as ``like`` is. Collective.
+
+    Raises:
+        ConfigError: when it fails, as optimizers do that mix rows and columns of a matrix, which no rank has whole.
+    """
+    local = torch.zeros(2, 2, dtype=like.dtype, device=like.device)
+    cut = isinstance(like, DTensor)
+    held = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False) if cut else local
+    probe = nn.Parameter(held)
+    probe.grad = torch.ones_like(held)
+    try:
+        build([probe]).step()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        where = "parameters that are cut over ranks" if cut else "dense gradients without a closure"
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"optim.optimizer={name} cannot step on {where}: use AdamW, Muon or another class. It said: {reason}"
+        ) from error
 
 
 def _groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -23,10 +22,12 @@ from hybridflow.batch.batch import Batch
 from hybridflow.engines.train import reduction
 from hybridflow.engines.train.assembly import LORA, Assembled
 from hybridflow.engines.train.base import MicroBatching
+from hybridflow.engines.train.mesh import Meshes
 from hybridflow.engines.train.shortage import Attempt, Budgets, Shortage, give_up
 from hybridflow.models.full_kl import Reading
-from hybridflow.models.heads import HIDDEN
+from hybridflow.models.heads import HIDDEN, PLAIN_HEAD_FAMILIES, SELF_CHECK
 from hybridflow.models.packing import Packed, pack, prompt_groups
+from hybridflow.models.packing_check import sample_rows
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils import optional
 from hybridflow.utils.errors import EngineError
@@ -39,8 +40,7 @@ class Passes:
         built: the model of this rank.
         dims: the layout.
         device: ``cpu`` or ``cuda:i``.
-        reduced_over: ranks over which FSDP averages gradients; losses are scaled by their number.
-        exchange_activations: groups in which this rank's layers exchange activations (tp, sp).
+        where: its groups; losses are scaled by the number of ranks over which FSDP averages gradients.
         budgets: micro-batches of passes that ran out of memory before.
         optimizer: its gradients are dropped before each attempt; None: the model is frozen.
         share_prompts: whether rows of equal prompts in a micro-batch are encoded behind one copy of it.
@@ -52,8 +52,7 @@ class Passes:
         *,
         dims: ParallelDims,
         device: str,
-        reduced_over: int,
-        exchange_activations: Sequence[dist.ProcessGroup],
+        where: Meshes,
         budgets: Budgets,
         optimizer: Optimizer | None,
         share_prompts: bool,
@@ -64,8 +63,8 @@ class Passes:
         self._torch_schedule = built.torch_schedule
         self._dims = dims
         self._device = device
-        self._reduced_over = reduced_over
-        self._exchange_activations = exchange_activations
+        self._reduced_over = where.reduced_over
+        self._exchange_activations = where.exchange_activations
         self._budgets = budgets
         self._optimizer = optimizer
         self._share_prompts = share_prompts
@@ -74,6 +73,18 @@ class Passes:
     def compare_with(self, reference: Passes) -> None:
         """From now on ``full_kl`` can be asked for; both hold the same tokens and slices of the vocabulary."""
         self._reference = reference
+
+    def check_architecture(self) -> None:
+        """Asks a model of a family that no test knows whether packed rows stay apart in it (packing_check.py).
+
+        Raises:
+            ConfigError: on every rank, when they do not, or when its head is not what log-probs are made from.
+        """
+        config = self._model.net.config
+        if config.model_type not in PLAIN_HEAD_FAMILIES:
+            with self._model.evaluating():
+                self._model(sample_rows(int(config.vocab_size), self._device), SELF_CHECK, 1.0)
+            self.reshard()
 
     def infer(
         self, rows: Batch, needs: frozenset[str], *, temperature: float, micro: MicroBatching
@@ -225,7 +236,13 @@ class Passes:
         """Micro-batches, equally many on every rank: their row positions, rows on the device, packed rows."""
         groups = prompt_groups(rows) if self._share_prompts else None
         parts = reduction.cut_rounds(
-            rows, micro, dims=self._dims, device=self._device, groups=groups, at_least=at_least
+            rows,
+            micro,
+            dims=self._dims,
+            device=self._device,
+            hidden=int(self._model.net.config.hidden_size),
+            groups=groups,
+            at_least=at_least,
         )
         blocks = [rows.rows(part).to(self._device) for part in parts]
         packs = [

@@ -27,6 +27,7 @@ def cut_rounds(
     *,
     dims: ParallelDims,
     device: str,
+    hidden: int,
     groups: Sequence[int] | None = None,
     at_least: int = 1,
 ) -> list[list[int]]:
@@ -35,6 +36,7 @@ def cut_rounds(
     Args:
         rows: this rank's.
         micro: the budget of one data-parallel coordinate.
+        hidden: width of the model, which decides how much of a row's cost is attention.
         groups: equal for rows that share a prompt: they stay together, and the prompt counts once; None: none share.
 
     Raises:
@@ -43,9 +45,9 @@ def cut_rounds(
     if (micro.max_tokens is None) == (micro.max_rows is None):
         raise ConfigError(f"micro-batches are cut by a token budget or by a row count: give one of both, got {micro}")
     units = _units(rows, micro, groups)
-    own = _cut(units, micro, at_least=1)
+    own = _cut(units, micro, at_least=1, hidden=hidden)
     rounds = max(at_least, int(reduce_max(len(own), dims, device)))
-    even = _cut(units, micro, at_least=rounds)
+    even = _cut(units, micro, at_least=rounds, hidden=hidden)
     parts = even if len(even) <= rounds else own
     return parts + [[] for _ in range(rounds - len(parts))]
 
@@ -78,11 +80,13 @@ def _fill(
     return units
 
 
-def _cut(units: Sequence[tuple[Sequence[int], int]], micro: MicroBatching, *, at_least: int) -> list[list[int]]:
+def _cut(
+    units: Sequence[tuple[Sequence[int], int]], micro: MicroBatching, *, at_least: int, hidden: int
+) -> list[list[int]]:
     if not units:
         return []
     if micro.max_tokens is not None:
-        parts = micro_batches([tokens for _, tokens in units], micro.max_tokens, at_least=at_least)
+        parts = micro_batches([tokens for _, tokens in units], micro.max_tokens, at_least=at_least, hidden=hidden)
     else:
         assert micro.max_rows is not None
         parts = count_batches(len(units), micro.max_rows, at_least=at_least)

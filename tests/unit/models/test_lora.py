@@ -29,7 +29,7 @@ from tests.invariants.training_steps import (
     reference_model,
     reference_outputs,
 )
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.tiny import save_tiny_model
 
 LM = frozenset({"log_probs"})
@@ -211,3 +211,20 @@ def test_a_target_that_matches_nothing_is_refused(folder: str) -> None:
 def test_an_engine_without_adapters_has_no_reference(folder: str) -> None:
     with pytest.raises(EngineError, match="no reference policy"):
         build(Case(folder)).forward_without_adapters(make_rows(2), LM, temperature=1.0, micro=Case(folder).micro)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_outside_the_layers_are_refused_by_name(tmp_path: Path, target: str) -> None:
+    untied = str(save_tiny_model(tmp_path, tied=False))
+    with pytest.raises(ConfigError, match=rf"puts adapters on [a-z.]*{target}: only linear layers inside"):
+        build(Case(untied, model={**LORA, "target_modules": ["q_proj", target]}))
+
+
+def test_a_stage_that_would_train_nothing_is_refused_with_the_keys(folder: str) -> None:
+    case = Case(folder, dims=ParallelDims(pp=2), model={**LORA, "target_modules": r".*layers\.1\..*q_proj"})
+    with pytest.raises(RankError, match="every pipeline stage needs a layer that model.target_modules"):
+        run_ranks(2, start, case)
+
+
+def start(case: Case) -> None:
+    build(case)

@@ -26,6 +26,18 @@ def test_every_mini_batch_is_spread_evenly_over_the_chunks():
         assert torch.bincount(chunk // 8).tolist() == [2, 2, 2, 2]
 
 
+def test_the_width_of_the_model_decides_how_much_attention_costs():
+    lengths, width = [64, 2048, 2048, 2048, 1024, 1024, 4096, 2048], (64, 8192)
+    for own, other in (width, width[::-1]):
+        order = balanced_order(lengths, parts=2, block_rows=8, hidden=own)
+        spread = {
+            hidden: max(costs) / (sum(costs) / 2)
+            for hidden in width
+            for costs in [[sum(row_cost(lengths[i], hidden=hidden) for i in part) for part in order.chunk(2)]]
+        }
+        assert spread[own] < 1.02 and spread[other] > 1.1
+
+
 class Recorder:
     """A group that keeps what it was sent and answers with it."""
 

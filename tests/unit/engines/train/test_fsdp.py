@@ -33,7 +33,7 @@ from tests.invariants.training_steps import (
     reference_outputs,
     steps,
 )
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.tiny import save_tiny_model
 
 LM = frozenset({"log_probs", "entropy"})
@@ -273,3 +273,29 @@ def test_offload_on_cpu_changes_nothing_and_unknown_parts_are_named(folder: str)
     assert all(torch.equal(before[name][2], after[2]) for name, after in blocks(engine).items())
     with pytest.raises(ConfigError, match="gradients"):
         engine.offload(["gradients"])
+
+
+def attempt(case: Case) -> None:
+    build(case)
+
+
+def test_optimizers_that_cannot_step_on_shards_are_refused_before_the_first_step(folder: str) -> None:
+    """Adafactor mixes rows and columns of a matrix; on one rank it has them."""
+    case = Case(folder, optim={"optimizer": "torch.optim.Adafactor", "lr": 1e-2}, dims=ParallelDims(dp_shard=2))
+    with pytest.raises(RankError, match="Adafactor cannot step on parameters that are cut over ranks: use AdamW"):
+        run_ranks(2, attempt, case)
+    attempt(replace(case, dims=ParallelDims()))
+
+
+@pytest.mark.parametrize(
+    ("optim", "match"),
+    [
+        ({"optimizer": "torch.optim.SparseAdam"}, "SparseAdam cannot step on dense gradients"),
+        ({"optimizer": "torch.optim.LBFGS"}, "does not fit torch.optim.LBFGS"),
+        ({"optimizer": "torch.optim.Rprop", "weight_decay": 0.1}, "torch.optim.Rprop decays no weights: use 0"),
+        ({"optimizer": "AdamW", "override_optimizer_config": {"momentum": 0.9}}, "does not fit AdamW.*momentum"),
+    ],
+)
+def test_arguments_that_an_optimizer_does_not_take_are_named(folder: str, optim: dict, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        attempt(Case(folder, optim=optim))
