@@ -18,6 +18,10 @@ TEXT_ONLY = "models and prompts are text only; remove the key"
 ONE_BLOCK = "use 1: a rank holds one block of layers (docs/design/0012-pipeline-schedules.md)"
 FORWARDS = "remove the key: forward passes run micro-batch by micro-batch, at any length"
 MULTI_TURN = "use single-turn prompts; tools and several turns are not part of this version"
+QLORA = (
+    "use model.lora_rank over a base of plain weights (fsdp_config.model_dtype=bf16 halves it): QLoRA is not "
+    "supported, since 4-bit blocks can neither be sharded nor be merged and published slice by slice"
+)
 JUDGE = (
     "use reward.reward_model.micro_batch_size_per_gpu: a reward model runs on the training engine; "
     "call a judge that generates text from reward.custom_reward_function"
@@ -64,6 +68,11 @@ def _policy() -> Iterator[Rule]:
     yield taken(f"{model}.use_shm", "copy the folder to /dev/shm and give that path as model.path", (False,))
     yield taken(f"{model}.use_fused_kernels", "log-probs and entropy never hold all logits in float32", None)
     yield taken(f"{model}.fused_kernel_options.impl_backend", "log-probs are one torch function", ("torch", "triton"))
+    for at in (model, "critic.model"):
+        for name in ("load_in_4bit", "load_in_8bit"):
+            yield taken(f"{at}.{name}", QLORA, (False,))
+        for name in ("quantization", "quantization_config", "quantization_config.**", "qlora", "use_qlora"):
+            yield refused(f"{at}.{name}", QLORA)
     yield renamed(f"{model}.torch_dtype", f"{POLICY}.actor.fsdp_config.model_dtype")
     yield renamed(f"{model}.lora.merge", f"{model}.lora_merge")
     for name in ("rank", "alpha"):

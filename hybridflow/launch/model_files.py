@@ -28,7 +28,17 @@ _DECODERS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 def check_model_files(key: str, folder: Path) -> Iterator[Finding]:
     """Findings on what loading the folder would stumble over; none: all is there."""
     yield from _known_type(key, folder)
+    yield from _plain(key, folder)
     yield from _weights(key, folder)
+
+
+def _plain(key: str, folder: Path) -> Iterator[Finding]:
+    about = read_json(folder / "config.json").get("quantization_config")
+    if about:
+        kind = about.get("quant_method", "unknown") if isinstance(about, dict) else about
+        text = f"{folder} holds quantised weights ({kind}), and training needs plain ones: QLoRA is not supported"
+        fix = "Give the folder they were made from, with actor_rollout_ref.model.lora_rank for a small trained part."
+        yield Finding(level="error", what=key, text=text, fix=fix)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -50,9 +50,11 @@ def read_config(path: str, *, trust_remote_code: bool = False, override: Mapping
     """The model's Hugging Face config with ``override`` applied and dropout off.
 
     Raises:
-        ConfigError: when an overridden field does not exist.
+        ConfigError: when an overridden field does not exist, or the weights are quantised.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"{path} holds quantised weights: training, with LoRA too, needs plain ones (no QLoRA)")
     for name, value in (override or {}).items():
         if not hasattr(config, name):
             raise ConfigError(f"model.override_config.{name}: {type(config).__name__} has no such field")

@@ -270,15 +270,21 @@ def save_adapters(
     names: Sequence[str],
     stages: dist.ProcessGroup | None,
 ) -> None:
-    """Writes a PEFT adapter folder. Collective."""
+    """Writes a PEFT adapter folder. Collective.
+
+    Raises:
+        MachineError: on every rank, when rank 0 cannot write.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     whole = {f"base_model.model.{name}": _whole(parameters.get(name), stages) for name in names}
-    if rank == 0:
+
+    def write() -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         held = {name: value.to("cpu", copy=True).contiguous() for name, value in whole.items()}
         save_file(held, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
         (Path(folder) / "adapter_config.json").write_text(config)
-    _barrier()
+
+    agree(attempt(write) if rank == 0 else None, folder)
 
 
 def _whole(parameter: Tensor | None, stages: dist.ProcessGroup | None) -> Tensor:
@@ -308,8 +314,3 @@ def _copy_beside(source: Path, target: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
-
-
-def _barrier() -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()

@@ -79,6 +79,8 @@ BAD = [
       "trainer.pools.apart.roles=[reference]"], f"{ACTOR}.kl_loss_type=full", "the reference lives apart"),
     ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full+", "trainer.n_gpus_per_node=2",
       f"{ACTOR}.pipeline_parallel_size=2"], f"{REF}.pipeline_parallel_size=1", "pipeline_parallel_size=2 must equal"),
+    (["actor_rollout_ref.model.load_in_4bit=True"], "actor_rollout_ref.model.load_in_4bit", "QLoRA is not supported"),
+    (["critic.model.quantization_config.bits=4"], "critic.model.quantization_config", "QLoRA is not supported"),
     (["actor_rollout_ref.model.gradient_checkpointing_mode=selective"],
      "actor_rollout_ref.model.gradient_checkpointing_mode=selective", "has no effect without"),
     ([f"{ACTOR}.optim.optimizer=torch.optim.Adam", f"{ACTOR}.optim.betas=[0.9,0.95]"], f"{ACTOR}.optim.betas=",

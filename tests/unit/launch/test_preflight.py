@@ -289,14 +289,14 @@ def test_activations_that_wait_in_host_memory_leave_one_layer():
 
 
 def test_a_stage_keeps_activations_of_as_many_micro_batches_as_its_schedule_has_in_flight():
-    """Two of eight on the first of two stages in 1F1B, all eight in GPipe."""
+    """One or two of eight in 1F1B, all eight in GPipe; torch's also make room for what they receive."""
     at = f"{POLICY}.actor"
     cut = ("trainer.n_gpus_per_node=2", f"{at}.pipeline_parallel_size=2", f"{at}.ppo_micro_batch_size_per_gpu=64")
     ours, torch_s, gpipe = (
         line_of(plan(*cut, f"{at}.pipeline_schedule={name}"), "actor").phases["update_actor"]["activations"]
         for name in ("1f1b", "torch_1f1b", "torch_gpipe")
     )
-    assert ours == torch_s and 2 * ours < gpipe < 4 * ours
+    assert ours < torch_s < 1.3 * ours and 2 * ours < gpipe < 9 * ours
 
 
 def test_a_shared_prompt_takes_its_activations_once():
