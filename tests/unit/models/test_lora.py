@@ -17,7 +17,7 @@ from hybridflow.engines.train.base import MicroBatching
 from hybridflow.models.heads import adapter_name
 from hybridflow.models.lora import _full
 from hybridflow.topology.parallel import ParallelDims
-from hybridflow.utils.errors import ConfigError, EngineError
+from hybridflow.utils.errors import ConfigError, EngineError, MachineError
 from tests.invariants.training_steps import (
     LOSSES,
     Case,
@@ -54,6 +54,8 @@ def train(case: Case, out: str) -> dict[str, Any]:
     base = engine.forward_without_adapters(rows, LM, **update)["log_probs"]
     again = engine.forward(rows, LM, **update)["log_probs"]
     engine.save(f"{out}/state")
+    with pytest.raises(MachineError, match=r"/dev/null/adapters cannot be written \(rank 0: "):  # on every rank
+        engine.save_adapters("/dev/null/adapters")
     engine.save_adapters(f"{out}/adapters")
     engine.save_hf(f"{out}/merged")
     other = build(case)
