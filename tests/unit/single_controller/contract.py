@@ -12,7 +12,7 @@ import torch
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.futures import gather
-from hybridflow.dispatch.group import WorkerSpec
+from hybridflow.dispatch.group import Beats, WorkerSpec
 from hybridflow.single_controller.lanes import LaneGroup
 from hybridflow.utils.errors import ColumnError, ConfigError, DeadlineError, LostError, StateError, WorkerError
 
@@ -132,6 +132,7 @@ def the_control_lane_answers_while_the_work_lane_is_busy(group: LaneGroup) -> No
     stacks = group.dump_stacks()
     group.post({"cancel": 7})
     assert set(group.ping()) == {0, 1}
+    assert group._lanes.control("pulse", range(2), 10.0) == {0: Beats(), 1: Beats()}
     assert time.monotonic() - begun < 1.5
     assert all("in doze" in stacks[rank] for rank in (0, 1))
     dozing.wait()
