@@ -1,11 +1,12 @@
 """A dataflow of your own: two roles search for the top of a hill, driven from plain Python.
 
-python examples/custom_dataflow/search.py --controller ray      (or local; --ranks 4)
+python examples/custom_dataflow/search.py [local | ray] [RANKS]
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -63,24 +64,18 @@ def search(samplers: WorkerGroup, judges: WorkerGroup, steps: int) -> dict[str, 
     return found
 
 
-def main(controller: str, ranks: int) -> None:
+def main(controller: str = "local", ranks: str = "2") -> None:
     """Runs the search on two groups of their own."""
-    sampler = WorkerSpec(role="sampler", target="search:Sampler")
-    judge = WorkerSpec(role="judge", target="search:Judge", kwargs={"top": (3.0, -1.0)})
-    cluster = start_ray() if controller == "ray" else None
-    open_group = (lambda n, specs: RayGroup(ResourcePool([n]), specs)) if cluster else LocalGroup
-    groups = [open_group(ranks, [sampler]), open_group(1, [judge])]
-    try:
-        print("found x={x:.3f} y={y:.3f}".format(**search(*groups, steps=25)))
-    finally:
-        for group in groups:
-            group.shutdown()
-        if cluster:
-            stop_ray(cluster)
+    with ExitStack() as stack:
+        if controller == "ray":
+            stack.callback(stop_ray, start_ray())
+        open_group = (lambda n, specs: RayGroup(ResourcePool([n]), specs)) if controller == "ray" else LocalGroup
+        samplers = open_group(int(ranks), [WorkerSpec(role="sampler", target="search:Sampler")])
+        stack.callback(samplers.shutdown)
+        judges = open_group(1, [WorkerSpec(role="judge", target="search:Judge", kwargs={"top": (3.0, -1.0)})])
+        stack.callback(judges.shutdown)
+        print("found x={x:.3f} y={y:.3f}".format(**search(samplers, judges, steps=25)))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--controller", choices=["ray", "local"], default="local")
-    parser.add_argument("--ranks", type=int, default=2)
-    main(**vars(parser.parse_args()))
+    main(*sys.argv[1:])

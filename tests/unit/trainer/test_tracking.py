@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import wandb
 
 from hybridflow.config.choices import TRACKERS as CHOICES
 from hybridflow.trainer import tracking
@@ -374,7 +375,13 @@ def test_a_disk_that_takes_a_part_of_a_line_is_left_with_none_of_it(tmp_path):
 def test_wandb_offline_writes_a_run_and_a_resumed_training_goes_on_in_it(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    ids = []
+    ids, logged, log = [], [], wandb.Run.log
+
+    def watched(run, data, step=None):
+        logged.append((step, data.get("reward_at_1")))
+        log(run, data, step=step)
+
+    monkeypatch.setattr(wandb.Run, "log", watched)
     for steps in ((0, 1), (2, 3), (1,)):
         trackers = build_trackers(
             ["wandb"], project="p", experiment="e", folder=tmp_path, config={"lr": 1e-6}, total_steps=3
@@ -386,3 +393,4 @@ def test_wandb_offline_writes_a_run_and_a_resumed_training_goes_on_in_it(tmp_pat
         ids.append((tmp_path / "wandb_run_id").read_text())
     assert ids[0] == ids[1] != ids[2]
     assert len(list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))) == 3
+    assert logged == [(step, value) for step in (0, 1, 2, 3, 1) for value in (None, 0.25)]
