@@ -156,9 +156,10 @@ class ConvertedWeights(WeightFiles):
 
     def __init__(self, path: str, *, trust_remote_code: bool = False) -> None:
         self._folder = Path(path)
-        model, about = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
         )
+        model, about = loaded
         if about["missing_keys"]:
             names = sorted(about["missing_keys"])
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""

@@ -6,13 +6,18 @@ all. Tolerance 1e-6: the retry cuts other micro-batches, whose sums round differ
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hybridflow.algorithms.contract import Counts, Metric, Outputs
+from hybridflow.batch.batch import Batch
+from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.engines.train.base import MicroBatching
+from hybridflow.engines.train.fsdp import FSDPEngine
 from hybridflow.engines.train.shortage import Budgets, Shortage
 from hybridflow.topology.parallel import ParallelDims
 from hybridflow.utils.errors import DeviceMemoryError
@@ -165,6 +170,69 @@ def test_ranks_that_exchange_activations_are_met_with_the_sizes_they_expect(
     places = [(0, "forward"), (LAYERS, "forward"), (1, "backward")] if len(hungry) == 1 else PLACES
     case = Case(folder, dims=MODEL_PARALLEL[layout], rows=12)
     for results in run_ranks(2, two_steps, case, places, hungry, "cuda", deadline_s=100.0):
+        assert_equal_steps(results)
+
+
+@dataclass(frozen=True)
+class KLLoss:
+    """The exact KL, token mean."""
+
+    needs: frozenset[str] = frozenset({"full_kl"})
+
+    def __call__(self, outputs: Outputs, rows: Batch, counts: Counts) -> tuple[torch.Tensor, dict[str, Metric]]:
+        assert outputs.full_kl is not None
+        return torch.where(rows["loss_mask"], outputs.full_kl, 0.0).sum() / counts.tokens, {}
+
+
+def steps_beside_a_reference(case: Case, places: list[tuple[int, str]]) -> list[dict[str, Any]]:
+    """``two_steps`` of an exact KL to the model's own start, after a step that moves it; memory ends on rank 1."""
+    rank = dist.get_rank()
+    results = []
+    for place in [None, *places]:
+        engine = build(case)
+        model, sharding = ModelConfig(path=case.folder), FSDPConfig()
+        engine.compare_with(FSDPEngine(model=model, head="lm", sharding=sharding, dims=case.dims, optim=None))
+        rows = own_rows(make_rows(case.rows), case.dims, rank)
+        settings = {"temperature": 0.7, "micro": case.micro, "counts": engine.counts(rows)}
+        if place is not None and rank == 1:
+            with memory_ends(call=place[0], where=place[1]):
+                first = engine.update(rows, KLAndPush(), **settings)
+        else:
+            first = engine.update(rows, KLAndPush(), **settings)
+        second = engine.update(rows, KLLoss(), **settings)
+        results.append({"after": weights(engine), "metrics": [first, second], "log_probs": torch.zeros(1)})
+    return results
+
+
+@dataclass(frozen=True)
+class KLAndPush(KLLoss):
+    """The KL of two equal models has no gradient: log-probs give one."""
+
+    needs: frozenset[str] = frozenset({"full_kl", "log_probs"})
+
+    def __call__(self, outputs: Outputs, rows: Batch, counts: Counts) -> tuple[torch.Tensor, dict[str, Metric]]:
+        assert outputs.log_probs is not None
+        loss, metrics = super().__call__(outputs, rows, counts)
+        return loss + torch.where(rows["loss_mask"], outputs.log_probs, 0.0).sum() / counts.tokens, metrics
+
+
+@pytest.mark.parametrize(
+    ("dims", "places"),
+    [
+        # A rank's three micro-batches, each first the reference's layers, then the policy's; the first place is in the
+        # very first forward of any model.
+        (ParallelDims(dp_shard=2), [(0, "forward"), (LAYERS, "forward"), (LAYERS + 1, "backward")]),
+        # Six micro-batches over a stage of half the layers, all of the reference's before the policy's.
+        (ParallelDims(pp=2), [(0, "forward"), (3 * LAYERS // 2, "forward"), (3 * LAYERS, "forward"),
+                              (7 * LAYERS // 2, "backward")]),
+    ],
+    ids=["dp 2", "pp 2"],
+)  # fmt: skip
+def test_memory_may_end_in_the_reference_s_pass_and_beside_it(
+    folder: str, dims: ParallelDims, places: list[tuple[int, str]]
+) -> None:
+    case = Case(folder, dims=dims, rows=12, micro=MicroBatching(max_rows=2))
+    for results in run_ranks(2, steps_beside_a_reference, case, places, deadline_s=100.0):
         assert_equal_steps(results)
 
 

@@ -364,7 +364,7 @@ class FSDPEngine:
         checkpoint.save_hf(
             folder,
             {name: placed_like(merged[name], held) if name in merged else held for name, held in own.items()}
-            | self._built.buffers,
+            | dict(self._built.buffers),
             self._model.net.config,
             names=[*self._built.shapes, *self._built.buffers],
             by_expert=self._built.by_expert,

@@ -216,6 +216,10 @@ class _Sharded:
     """
 
     def __init__(self, models: Sequence[nn.Module], others: Sequence[dist.ProcessGroup]) -> None:
+        for model in models:
+            if isinstance(model, FSDPModule):
+                # What FSDP sets up in a model's first forward: memory may end in another model's before that.
+                model._get_fsdp_state()._lazy_init()
         by_model = [list(_fsdp_units(model)) for model in models]
         self.roots = [units[0] for units in by_model if units]
         self.units = [unit for units in by_model for unit in units]
