@@ -75,7 +75,7 @@ def ray_arguments() -> frozenset[str]:
     if init is None:
         return frozenset()
     calls = [node for node in ast.walk(init) if isinstance(node, ast.Call) and ast.unparse(node.func) == "kwargs.pop"]
-    hidden = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    hidden = {str(call.args[0].value) for call in calls if isinstance(call.args[0], ast.Constant)}
     return frozenset({argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)} | hidden)
 
 
