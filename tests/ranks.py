@@ -117,6 +117,9 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    from hybridflow.single_controller.gloo import use_one_thread
+
+    use_one_thread()
     faulthandler.enable()  # a crash in native code prints where every thread stood
     torch.set_num_threads(1)
     try:

@@ -26,6 +26,7 @@ from hybridflow.batch.batch import Batch
 from hybridflow.batch.refs import Reader, Store
 from hybridflow.dispatch.group import Fetched, Mailbox, Pulse, RankContext, WorkerSpec
 from hybridflow.dispatch.transfer import Arguments
+from hybridflow.single_controller.gloo import use_one_thread
 from hybridflow.single_controller.oom import OomKills
 from hybridflow.single_controller.wire import pack, unpack
 from hybridflow.utils.errors import MachineError, StateError
@@ -165,6 +166,7 @@ def open_world(
             raise StateError(f"this process is already in a torch.distributed world of {dist.get_world_size()} ranks")
         return
     timeout = timedelta(seconds=timeout_s)
+    use_one_thread()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     if world > 1:
         # Meshes, pipelines and vLLM make groups of their own and name no timeout: torch (2.13) then takes these two
