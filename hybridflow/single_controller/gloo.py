@@ -20,25 +20,26 @@ INTERFACES = "GLOO_SOCKET_IFNAME"
 """Network interfaces, by commas; read as torch reads it."""
 
 
+_GROUP: Any = ProcessGroupGloo
+"""With what torch's type stubs leave out."""
+_construct = _GROUP.__init__
+
+
 def use_one_thread() -> None:
     """From now on every gloo group of this process, torch's and vLLM's own included, runs its collectives in order.
 
     torch has no option for it where it makes groups, so the constructor that it calls is replaced. Again is harmless.
     """
-    if ProcessGroupGloo.__init__ is not _one_thread:
-        ProcessGroupGloo.__init__ = _one_thread  # type: ignore[method-assign]
-
-
-_construct: Any = ProcessGroupGloo.__init__
+    _GROUP.__init__ = _one_thread
 
 
 def _one_thread(
     group: ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)
 ) -> None:
-    options: Any = ProcessGroupGloo._Options()
+    options = _GROUP._Options()
     options._threads = 1
     options._timeout = timeout
     names = [name for name in os.environ.get(INTERFACES, "").split(",") if name]
-    devices = [ProcessGroupGloo.create_device(interface=name) for name in names]
-    options._devices = devices or [ProcessGroupGloo.create_default_device()]
+    devices = [_GROUP.create_device(interface=name) for name in names]
+    options._devices = devices or [_GROUP.create_default_device()]
     _construct(group, store, rank, size, options)
