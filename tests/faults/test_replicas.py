@@ -177,7 +177,7 @@ def test_a_replica_that_stands_still_is_replaced_long_before_the_deadline_of_its
     open_replicas, caplog, monkeypatch
 ):
     monkeypatch.setattr(lanes, "STACKS_TIMEOUT_S", 0.2)
-    group = open_replicas(silence_s=1.2)
+    group = open_replicas(silence_s=2.5)
     before = pids(group)
     os.kill(before[1][0], signal.SIGSTOP)
     begun = time.monotonic()
@@ -189,7 +189,7 @@ def test_a_replica_that_stands_still_is_replaced_long_before_the_deadline_of_its
 
 def test_a_replica_that_lives_but_ends_no_step_is_replaced(open_replicas, tmp_path, caplog):
     """Before its first step it had ten times as long; with steps known, ten times the longest, at least silence_s."""
-    group = open_replicas(silence_s=1.2)
+    group = open_replicas(silence_s=2.5)
     stuck = str(tmp_path / "stuck")
     call = group.call("server", "serve_in_steps", ROWS, steps=8, seconds=0.02, stuck=stuck)
     assert call.wait()["y"].tolist() == [3000 + i for i in range(7)]
@@ -200,11 +200,11 @@ def test_a_replica_that_lives_but_ends_no_step_is_replaced(open_replicas, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "how", [{"steps": 40, "seconds": 0.1}, {"steps": 2, "seconds": 2.0}, {"steps": 1, "waits_s": 3.0}]
+    "how", [{"steps": 40, "seconds": 0.1}, {"steps": 2, "seconds": 4.0}, {"steps": 1, "waits_s": 5.0}]
 )
 def test_a_slow_replica_is_left_alone(open_replicas, how):
     """Many short steps; steps longer than silence_s, of which nothing was known; a long wait for others."""
-    group = open_replicas(silence_s=0.6)
+    group = open_replicas(silence_s=2.0)
     before = pids(group)
     call = group.call("server", "serve_in_steps", ROWS, **{"seconds": 0.0, **how})
     assert call.wait()["y"].tolist() == [3000 + i for i in range(7)]

@@ -155,18 +155,18 @@ class Stuck(Recorder):
 
 def test_a_destination_that_does_not_come_back_is_given_up_and_the_others_go_on(caplog):
     stuck, good = Stuck(), Recorder()
-    both = CompositeTracker({"far": stuck, "good": good}, deadline_s=0.2)
+    both = CompositeTracker({"far": stuck, "good": good}, deadline_s=1)
     begun = time.monotonic()
     for step in (1, 2, 3, 4):
         both.log(step, {"reward": 0.5})
     both.finish()
     stuck.released.set()
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 15.0, "it would have come back after 30 s"
     assert good.seen[-1] == "finished" and [entry[0] for entry in good.seen[:-1]] == [1, 2, 3, 4]
     assert stuck.abandoned == 1 and "finished" not in stuck.seen
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert said == [
-        "tracker far did not come back within 0.2 s (trainer.timeouts.track_s) and is given up; training goes on",
+        "tracker far did not come back within 1 s (trainer.timeouts.track_s) and is given up; training goes on",
         "tracker far lost 4 calls",
     ]
 
