@@ -13,6 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hybridflow.algorithms.masking import keep, masked_moments
+from hybridflow.algorithms.policy_loss import COVARIANCE_LOSSES
+from hybridflow.batch.batch import Batch
 from hybridflow.config.actor import PolicyLossConfig
 
 
@@ -45,6 +47,16 @@ def select_by_covariance(
         return _highest(covariance, key, mask, _share(config.kl_cov_ratio, mask))
     candidates = mask & (covariance >= config.clip_cov_lb) & (covariance <= config.clip_cov_ub)
     return _highest(key, key, candidates, _share(config.clip_cov_ratio, mask))
+
+
+def selected_column(
+    batch: Batch, advantages: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], config: PolicyLossConfig | None
+) -> dict[str, Tensor]:
+    """``covariance_selected`` by the ``old_log_probs`` of ``batch``, for policy losses that read it; else nothing."""
+    if config is None or config.loss_mode not in COVARIANCE_LOSSES:
+        return {}
+    old = batch["old_log_probs"]
+    return {"covariance_selected": select_by_covariance(log_probs=old, advantages=advantages, mask=mask, config=config)}
 
 
 def _share(ratio: float, mask: Tensor) -> int:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from hybridflow.algorithms.advantages import estimate, needs_of
 from hybridflow.algorithms.correction import Correction, correct
-from hybridflow.algorithms.covariance import select_by_covariance
+from hybridflow.algorithms.covariance import selected_column
 from hybridflow.algorithms.kl import base_kind, kl_estimate
 from hybridflow.algorithms.masking import Groups, keep, masked_mean, masked_moments
-from hybridflow.algorithms.policy_loss import COVARIANCE_LOSSES
 from hybridflow.algorithms.rewards import (
     RewardNormalizer,
     overlong_penalty,
@@ -115,10 +114,7 @@ def assign_credit(
     added["advantages"] = advantages
     if "values" in batch:
         added["returns"] = returns
-    if policy_loss is not None and policy_loss.loss_mode in COVARIANCE_LOSSES:
-        added["covariance_selected"] = select_by_covariance(
-            log_probs=batch["old_log_probs"], advantages=advantages, mask=mask, config=policy_loss
-        )
+    added |= selected_column(batch, advantages, mask, policy_loss)
     metrics |= shaping_metrics | _credit_metrics(batch, token_rewards, advantages, returns, mask)
     return Batch(added), metrics
 

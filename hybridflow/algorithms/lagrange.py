@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import estimate, needs_of
-from hybridflow.algorithms.covariance import select_by_covariance
+from hybridflow.algorithms.covariance import selected_column
 from hybridflow.algorithms.masking import masked_mean, masked_moments
 from hybridflow.algorithms.policy_loss import COVARIANCE_LOSSES
 from hybridflow.algorithms.rewards import place_scores
@@ -105,10 +105,7 @@ def assign_cost_credit(
     added = {
         "advantages": combine(reward_advantages=batch["advantages"], cost_advantages=advantages, multiplier=multiplier)
     }
-    if policy_loss is not None and policy_loss.loss_mode in COVARIANCE_LOSSES:
-        added["covariance_selected"] = select_by_covariance(
-            log_probs=batch["old_log_probs"], advantages=added["advantages"], mask=mask, config=policy_loss
-        )
+    added |= selected_column(batch, added["advantages"], mask, policy_loss)
     present = mask.any(dim=1)
     picked = cost[present]
     metrics: Metrics = {"safe_rlhf/multiplier": multiplier, "safe_rlhf/cost_limit": config.safe_rlhf.cost_limit}

@@ -161,7 +161,7 @@ def test_a_destination_that_does_not_come_back_is_given_up_and_the_others_go_on(
         both.log(step, {"reward": 0.5})
     both.finish()
     stuck.released.set()
-    assert time.monotonic() - begun < 15.0, "it would have come back after 30 s"
+    assert time.monotonic() - begun < 5.0
     assert good.seen[-1] == "finished" and [entry[0] for entry in good.seen[:-1]] == [1, 2, 3, 4]
     assert stuck.abandoned == 1 and "finished" not in stuck.seen
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
